@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import Phase
-from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
 from kvrelay.engine.scheduler.commands import Cancel, Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
@@ -22,10 +22,10 @@ from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
 from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.engine.scheduler.tier_loads import TierLoads
-from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
-from kvrelay.wire.progress import RequestProgress
+from kvrelay.wire.request_progress import RequestProgress
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class AggregatedScheduler:
         if self._context.register(request, request.most_tokens):
             self._waiting.append(request)
             self._loads.prefetch(request, request.reusable_len)
-            self._context.faults.reach(Phase.QUEUED)
+            self._context.faults.reach(FaultPhase.QUEUED)
 
     def cancel(self, command: Cancel) -> None:
         """End a request, all choices of it, and free its memory."""

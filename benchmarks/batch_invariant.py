@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.sampling import SEQUENCES, Sequences, logits_of_both
 from kvrelay.deploy.load_generator.table import table
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.model_runner.runner import ModelRunner
 
 CONTEXT = 512

@@ -13,7 +13,7 @@ from benchmarks.router_tokens import PREFILL_SECONDS, VOCAB, SteppingWorker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import FaultPlan
 from kvrelay.engine.worker.worker_lease import WorkerLease
-from kvrelay.net.ends import bind, worker_server
+from kvrelay.net.channels import bind, worker_server
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.model_digest import ModelDigest
 from kvrelay.wire.version import VERSION
@@ -43,7 +43,7 @@ class Begun:
 
 
 class CountingWorker:
-    """Implements `deploy.worker_host.Worker`.
+    """Implements `deploy.nodes.worker_host.Worker`.
 
     Args:
         tokenizer: the digest of the one that the router has.

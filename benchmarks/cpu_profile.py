@@ -41,20 +41,20 @@ from benchmarks.threads import (
     threads_of,
 )
 from benchmarks.with_cluster import Started, split, started
-from kvrelay.deploy.bench import HTTP_VOCAB_SIZE
-from kvrelay.deploy.client import OPEN
+from kvrelay.deploy.commands.bench import HTTP_VOCAB_SIZE
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.http_target import HttpTarget
-from kvrelay.deploy.load_generator.client import Client, RequestRecord, Stopwatch
+from kvrelay.deploy.load_generator.job_runner import closed_loop
+from kvrelay.deploy.load_generator.load_client import LoadClient, RequestRecord, RunClock
 from kvrelay.deploy.load_generator.openai_client import (
     CompletionsClient,
     ResponseError,
     served_model,
 )
-from kvrelay.deploy.load_generator.progress import Sender
-from kvrelay.deploy.load_generator.runner import closed_loop
+from kvrelay.deploy.load_generator.run_progress import Sender
 from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.load_generator.workload import Prompts, Shape, fixed_jobs
+from kvrelay.deploy.reach.grpc_target import OPEN
+from kvrelay.deploy.reach.http_target import HttpTarget
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
@@ -243,16 +243,16 @@ class Load:
 
 
 @asynccontextmanager
-async def _over_grpc(cluster: Started, clock: Stopwatch) -> AsyncIterator[Sender]:
+async def _over_grpc(cluster: Started, clock: RunClock) -> AsyncIterator[Sender]:
     async with grpc.aio.insecure_channel(cluster.target) as channel:
         stub = rpc.InferenceServiceStub(channel)
         info = await stub.GetModelInfo(pb.GetModelInfoRequest())
         prompts = Prompts(info.vocab_size, [time.time_ns()])
-        yield Client(stub, prompts, clock, _REQUEST_SECONDS)
+        yield LoadClient(stub, prompts, clock, _REQUEST_SECONDS)
 
 
 @asynccontextmanager
-async def _over_http(cluster: Started, clock: Stopwatch) -> AsyncIterator[Sender]:
+async def _over_http(cluster: Started, clock: RunClock) -> AsyncIterator[Sender]:
     target = HttpTarget.parse(cluster.url)
     async with target.session(OPEN) as session:
         model = await served_model(session, target.url)
@@ -265,7 +265,7 @@ DOORS = {"grpc": _over_grpc, "http": _over_http}
 
 async def profile(cluster: Started, load: Load) -> Profile:
     """Load the cluster, and look where its CPU time goes."""
-    clock = Stopwatch()
+    clock = RunClock()
     async with DOORS[load.door](cluster, clock) as client:
         jobs = fixed_jobs(load.shape, _ENOUGH_REQUESTS)
         sending = asyncio.create_task(

@@ -31,9 +31,9 @@ import grpc
 import numpy as np
 
 from kvrelay.deploy.load_generator.table import table
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
-from kvrelay.net.ends import bind, worker_server
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+from kvrelay.net.channels import bind, worker_server
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.router import Router

@@ -34,11 +34,11 @@ import grpc
 from benchmarks import counting_worker, router_tokens
 from benchmarks.counting_worker import Begun, CountingWorker
 from benchmarks.router_tokens import Processes, run_client
-from kvrelay.deploy.cluster_thread import ClusterThread
-from kvrelay.deploy.local_ray import LocalRay, ray
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
-from kvrelay.deploy.worker_host import BUILDERS
+from kvrelay.deploy.controller.cluster_thread import ClusterThread
+from kvrelay.deploy.nodes.local_ray import LocalRay, ray
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.nodes.worker_host import BUILDERS
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.router import Router

@@ -17,7 +17,7 @@ import click
 import numpy as np
 import torch
 
-from kvrelay.deploy.load_generator.options import SLOTS
+from kvrelay.deploy.load_generator.load_options import SLOTS
 from kvrelay.mem_cache.convert import CopyPlan
 from kvrelay.mem_cache.geometry import Int64Array, KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool

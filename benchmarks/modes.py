@@ -30,8 +30,8 @@ from tokenizers import Tokenizer
 
 from kvrelay.aggregated_worker.scheduler import AggregatedRequest, AggregatedScheduler
 from kvrelay.deploy.load_generator.table import table
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
 from kvrelay.engine.executor.forward_thread import ForwardThread
 from kvrelay.engine.scheduler.commands import Attach, Inbox, Submit
@@ -43,7 +43,7 @@ from kvrelay.engine.worker.loading import load_model
 from kvrelay.engine.worker.memory import make_kv_cache
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.wire.output import EngineOutputs, RequestOutput
-from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerRole
 
 _PROSE = (

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from kvrelay.deploy.load_generator.table import table
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
-from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.model_config import GQAConfig, ModelConfig

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from kvrelay.deploy.load_generator.table import table
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.runner import ModelRunner
@@ -35,7 +35,7 @@ from kvrelay.model_runner.sampling.sampler import (
     filter_top_k_top_p_min_p,
     sample_token_id,
 )
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 
 SEQUENCES = 8
 PROMPT_TOKENS = 64

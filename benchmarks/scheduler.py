@@ -40,10 +40,10 @@ from kvrelay.engine.scheduler.loop import Engine
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerRole
 
 BAR_MS = 1.0

@@ -37,13 +37,13 @@ from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.load_generator.trace import TraceRow, read_trace
 from kvrelay.kv_transfer.nixl_files import NixlFiles
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.host.tier_copies import PageMoves, copy_moves
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.storage_files import FileStore
-from kvrelay.mem_cache.storage_format import StorageFormat
-from kvrelay.mem_cache.storage_orders import Fetch, StorageOrder, Store
-from kvrelay.mem_cache.storage_pages import NOTHING_BEFORE, StoragePage, StoreOperation
-from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.storage.storage_files import FileStore
+from kvrelay.mem_cache.storage.storage_format import StorageFormat
+from kvrelay.mem_cache.storage.storage_orders import Fetch, StorageOrder, Store
+from kvrelay.mem_cache.storage.storage_pages import NOTHING_BEFORE, StoragePage, StoreOperation
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.placed import ttfts
 from tests.engine.simulation.storage import MemoryStore

@@ -42,11 +42,11 @@ from benchmarks.threads import cpu_seconds
 from benchmarks.with_cluster import Started, interrupt_on_signals, split, started
 from kvrelay.client.access import Metadata
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.load_generator.client import Client, Stopwatch
-from kvrelay.deploy.load_generator.runner import closed_loop
+from kvrelay.deploy.load_generator.job_runner import closed_loop
+from kvrelay.deploy.load_generator.load_client import LoadClient, RunClock
 from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.load_generator.workload import Prompts, Shape, fixed_jobs
-from kvrelay.net.trace_context import HEADER, TraceContext, new_span_id, new_trace_id
+from kvrelay.observe.trace_context import HEADER, TraceContext, new_span_id, new_trace_id
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 
@@ -99,9 +99,9 @@ async def send(target: str, load: Load, metadata: Metadata) -> None:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = rpc.InferenceServiceStub(channel)
         info = await stub.GetModelInfo(pb.GetModelInfoRequest())
-        clock = Stopwatch()
+        clock = RunClock()
         prompts = Prompts(info.vocab_size, [time.time_ns()])
-        client = Client(stub, prompts, clock, _REQUEST_SECONDS, metadata)
+        client = LoadClient(stub, prompts, clock, _REQUEST_SECONDS, metadata)
         jobs = fixed_jobs(load.shape, load.requests)
         records = await closed_loop(jobs, client.send, load.concurrency, clock, _REQUEST_SECONDS)
     for record in records:

@@ -38,16 +38,16 @@ import grpc
 import numpy as np
 import torch
 
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.load_generator.table import table
-from kvrelay.deploy.models import Model, resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL, ServeOptions
-from kvrelay.deploy.params import ADDRESS
+from kvrelay.deploy.nodes.models import ModelFolder, resolve_model, users_models
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.option_types import ADDRESS
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL, ServeOptions
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.byte_runs import PoolLayout, SpanPairs, pair_spans
 from kvrelay.kv_transfer.nixl_library import load_nixl
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import Int64Array, KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
@@ -244,13 +244,13 @@ async def measure_hand_overs(
     return transfer, added
 
 
-async def hand_overs(options: ServeOptions, model: Model, tokens: int, prompts: int) -> str:
+async def hand_overs(options: ServeOptions, model: ModelFolder, tokens: int, prompts: int) -> str:
     """Start a cluster and measure; returns the table."""
     from kvrelay.deploy.deployment import deployed
-    from kvrelay.deploy.progress import Progress
+    from kvrelay.deploy.start_progress import StartProgress
 
     async with (
-        deployed(options, model, Progress(io.StringIO())) as deployment,
+        deployed(options, model, StartProgress(io.StringIO())) as deployment,
         grpc.aio.insecure_channel(deployment.router.grpc_address) as channel,
     ):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -294,7 +294,7 @@ def rate(requests: int, tokens: int, rounds: int) -> None:
 @click.option("--grpc", "address", type=ADDRESS, default="127.0.0.1:0")
 def hand_over(model: str, tokens: int, prompts: int, address: Any, **options: Any) -> None:
     """Milliseconds from the last chunk to the first decode step."""
-    from kvrelay.deploy.local_ray import LocalRay
+    from kvrelay.deploy.nodes.local_ray import LocalRay
 
     found = resolve_model(model, "bfloat16", users_models(), lambda _: None)
     serve = ServeOptions(

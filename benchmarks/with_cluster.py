@@ -27,11 +27,11 @@ import grpc
 from click.core import ParameterSource
 
 from kvrelay.client.access import open_channel
-from kvrelay.deploy.address import Address
-from kvrelay.deploy.bench import bench
-from kvrelay.deploy.client import Access, connected
+from kvrelay.deploy.commands.bench import bench
+from kvrelay.deploy.commands.serve import serve
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.serve import serve
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.reach.grpc_target import CommandAccess, connected
 from kvrelay.v1 import inference_pb2 as pb
 
 START_SECONDS = 900.0
@@ -65,7 +65,7 @@ def run(serve_options: Sequence[str], load_options: Sequence[str]) -> None:
     if load.get_parameter_source("target") is not ParameterSource.DEFAULT:
         bench(load_options)
     told = load.params
-    access = Access.given(told["token_file"], told["ca"], tls=told["tls"])
+    access = CommandAccess.given(told["token_file"], told["ca"], tls=told["tls"])
     if address.port and _answers(address, access):
         _await_workers(address, access)
         bench([*load_options, "--target", str(address)])
@@ -91,7 +91,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _answers(address: Address, access: Access) -> bool:
+def _answers(address: Address, access: CommandAccess) -> bool:
     """Whether a gRPC server listens there, with TLS if `access` says so."""
     with open_channel(str(address), access.credentials()) as channel:
         try:
@@ -101,7 +101,7 @@ def _answers(address: Address, access: Access) -> bool:
     return True
 
 
-def _await_workers(address: Address, access: Access) -> None:
+def _await_workers(address: Address, access: CommandAccess) -> None:
     """Wait until all workers of a running cluster are ready and can serve requests."""
     deadline = time.monotonic() + READY_SECONDS
     pair = {pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE}

@@ -17,9 +17,13 @@ ROOMS = (
     "kv_transfer",
     "model_runner",
     "mem_cache",
+    "cpu_kernels",
+    "pacing",
     "wire",
     "client",
     "text",
+    "device",
+    "observe",
     "net",
     "options",
 )

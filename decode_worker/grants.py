@@ -6,16 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.lent_histories import LentHistories
-from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
-from kvrelay.engine.faults import Phase
-from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
+from kvrelay.engine.scheduler.attempt_trace import GRANT, HAND_OVER
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
-from kvrelay.engine.scheduler.request_trace import GRANT, HAND_OVER
 from kvrelay.engine.scheduler.tier_loads import TierLoads
 
 MOST_HELD = 256
@@ -42,7 +42,7 @@ class Grants:
     def __init__(
         self,
         context: SchedulerContext[DecodeRequest],
-        requests: LiveRequests,
+        requests: DecodeRequests,
         growth: GrowthReserve,
         bypass_limit: int,
         grants_ahead: int,
@@ -98,7 +98,7 @@ class Grants:
                 free -= 1
                 self._grant(request)
             else:
-                self._context.faults.reach(Phase.PREFILLING)
+                self._context.faults.reach(FaultPhase.PREFILLING)
 
     def _grant(self, request: HandedOverRequest) -> None:
         """Tell a request's prefill worker that the memory is there, and what need not be read.

@@ -14,7 +14,7 @@ from kvrelay.kv_transfer.hand_over.sequencer import Sequencer
 from kvrelay.wire.hand_over import FromDecode, FromPrefill, Sequenced
 from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.output import FailureReason
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerAddress
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from typing import assert_never
 
+from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.hand_over_stream import CloseStream, PeerMessage, StreamLost
 from kvrelay.decode_worker.lent_histories import LentHistories
-from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import Pulls
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.scheduler.attempt_trace import GRANT, HAND_OVER
 from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.commands import Dropped
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import PAGE_MISMATCHES, VERIFIED_PAGES
-from kvrelay.engine.scheduler.request_trace import GRANT, HAND_OVER
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over.states import DecodeState
-from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.wire.hand_over import (
     Announce,
     Ask,
@@ -48,7 +48,7 @@ class HandOvers:
     def __init__(
         self,
         context: SchedulerContext[DecodeRequest],
-        requests: LiveRequests,
+        requests: DecodeRequests,
         pulls: Pulls,
         growth: GrowthReserve,
         histories: LentHistories,
@@ -125,7 +125,7 @@ class HandOvers:
             else:
                 live.append((choice, first.token_id))
         fork_and_run(self._context, self._requests.running, self._growth, request, live)
-        self._context.faults.reach(Phase.DECODING, request.peer)
+        self._context.faults.reach(FaultPhase.DECODING, request.peer)
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
         if message.reason is HandOverEnd.FAILED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.pulls import Pulls
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.scheduler.context import SchedulerContext
@@ -27,7 +27,7 @@ class Heartbeats:
     def __init__(
         self,
         context: SchedulerContext[DecodeRequest],
-        requests: LiveRequests,
+        requests: DecodeRequests,
         pulls: Pulls,
         timeout: float,
     ) -> None:

@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from kvrelay.decode_worker.live_requests import LiveRequests
+from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.request import (
     AgentReadable,
     DecodeRequest,
     HandedOverRequest,
     LentHashed,
 )
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
 from kvrelay.engine.scheduler.commands import Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.kv_transfer.checksums import locate
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import count_mismatches
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.agent_description import AgentDescription
 from kvrelay.wire.hand_over import Done, History, PageRun
 from kvrelay.wire.load import PeerTransport
 
@@ -49,7 +49,7 @@ class LentHistories:
     def __init__(
         self,
         context: SchedulerContext[DecodeRequest],
-        requests: LiveRequests,
+        requests: DecodeRequests,
         agent: Transfers,
         inbox: Mailbox[AgentReadable | LentHashed],
         probes: Mapping[str, PeerTransport],
@@ -103,7 +103,7 @@ class LentHistories:
         if self._description is None:
             return None
         runs = tuple(PageRun(0, tuple(table[:pages])) for table in held.tables())
-        self._context.faults.reach(Phase.BORROWING, request.peer)
+        self._context.faults.reach(FaultPhase.BORROWING, request.peer)
         return History(runs, self._description, probe.write_bytes_per_second)
 
     def answer(self, request: HandedOverRequest, done: Done) -> None:

@@ -17,7 +17,7 @@ from kvrelay.decode_worker.hand_over_stream import HandOverStream
 from kvrelay.decode_worker.handshake import Handshake
 from kvrelay.decode_worker.refused_peers import RefusedPeers
 from kvrelay.kv_transfer.errors import TransferRefusedError
-from kvrelay.net.ends import worker_channel
+from kvrelay.net.channels import worker_channel
 from kvrelay.net.tls import CurrentTls
 from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.worker_info import WorkerAddress

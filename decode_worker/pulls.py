@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.hand_over_stream import ConnectAnew, HandOverStream
-from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.scheduler.attempt_trace import PULL, AttemptTrace
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.outbox import Sink
-from kvrelay.engine.scheduler.request_trace import PULL, RequestTrace
 from kvrelay.kv_transfer.checksums import locate
 from kvrelay.kv_transfer.pull import TIMEOUTS_A_READ, Pull, PullState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages, choose
-from kvrelay.net.spans import Attributes
+from kvrelay.observe.spans import Attributes
 from kvrelay.wire.hand_over import Announce, PageSum
 from kvrelay.wire.output import FailureReason
 
@@ -62,7 +62,7 @@ class Pulls:
     def __init__(
         self,
         context: SchedulerContext[DecodeRequest],
-        requests: LiveRequests,
+        requests: DecodeRequests,
         agent: Transfers,
         client: Sink[ConnectAnew],
         inbox: Mailbox[PullEnded | PagesHashed],
@@ -82,7 +82,7 @@ class Pulls:
     def read(self, request: HandedOverRequest, message: Announce) -> None:
         """Start to read the announced pages straight into the reserved ones."""
         peer = request.peer
-        self._context.faults.reach(Phase.ANNOUNCED, peer)
+        self._context.faults.reach(FaultPhase.ANNOUNCED, peer)
         wanted = request.hand_over.on_announce(message)
         if message.first_tokens:
             request.announced_at = time.monotonic()
@@ -101,9 +101,9 @@ class Pulls:
             request.pulls.append(pull)
             request.reading.add(pull)
             request.read_at = request.progressed_at = time.monotonic()
-            self._context.faults.reach(Phase.PULLING, peer)
+            self._context.faults.reach(FaultPhase.PULLING, peer)
             if message.from_host:
-                self._context.faults.reach(Phase.LENDING, peer)
+                self._context.faults.reach(FaultPhase.LENDING, peer)
         self._finish_if_all_read(request)
 
     def pull_ended(self, message: PullEnded) -> None:
@@ -163,10 +163,10 @@ class Pulls:
 
     def _send_done(self, request: HandedOverRequest, sums: Sequence[PageSum] = ()) -> None:
         self._requests.send(request, request.hand_over.done(sums))
-        self._context.faults.reach(Phase.PULLED, request.peer)
+        self._context.faults.reach(FaultPhase.PULLED, request.peer)
 
 
-def _trace_pull(trace: RequestTrace, pull: Pull) -> None:
+def _trace_pull(trace: AttemptTrace, pull: Pull) -> None:
     """Record a read that has ended, by the transfer thread's instants."""
     attributes: Attributes = {
         "kvrelay.peer": pull.peer,

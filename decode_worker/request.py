@@ -12,10 +12,10 @@ from kvrelay.engine.scheduler.running_batch import GeneratingRequest
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.agent_description import AgentDescription
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.output import PhaseTimings
-from kvrelay.wire.progress import RequestPhase
+from kvrelay.wire.request_progress import RequestPhase
 
 _SOON_SECONDS = 1.0
 """A request whose read, or whose peer, takes longer is not expected to generate soon."""

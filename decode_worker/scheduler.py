@@ -8,6 +8,7 @@ from typing import TypeAlias, assert_never
 
 from tokenizers import Tokenizer
 
+from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.grants import Grants
 from kvrelay.decode_worker.hand_over_stream import (
     ConnectAnew,
@@ -20,7 +21,6 @@ from kvrelay.decode_worker.hand_over_stream import (
 from kvrelay.decode_worker.hand_overs import HandOvers
 from kvrelay.decode_worker.heartbeats import Heartbeats
 from kvrelay.decode_worker.lent_histories import LentHistories
-from kvrelay.decode_worker.live_requests import LiveRequests
 from kvrelay.decode_worker.pulls import PagesHashed, PullEnded, Pulls
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import (
@@ -32,7 +32,7 @@ from kvrelay.decode_worker.request import (
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
 from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
@@ -41,10 +41,10 @@ from kvrelay.engine.scheduler.outbox import Sink
 from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.transfers import MOST_DEAD, Transfers
-from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
-from kvrelay.wire.progress import RequestProgress
+from kvrelay.wire.request_progress import RequestProgress
 
 DecodeMessage: TypeAlias = (
     PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed | AgentReadable | LentHashed
@@ -68,7 +68,8 @@ class DecodeScheduler:
     once, and is computed here, chunk by chunk, beside those that generate.
 
     ``DecodeScheduler`` uses ``Grants``, ``HandOvers`` and ``Heartbeats``, the latter two
-    and the scheduler itself use ``Pulls``, and all use ``LiveRequests``, never the other way round.
+    and the scheduler itself use ``Pulls``, and all use ``DecodeRequests``, never the other way
+    round.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -98,7 +99,7 @@ class DecodeScheduler:
             context.kv_cache, config.growth_min, config.growth_max, config.tokens_in_flight - 1
         )
         timeout = config.worker_timeout
-        self._requests = LiveRequests(context, self._growth, config)
+        self._requests = DecodeRequests(context, self._growth, config)
         self._running = self._requests.running
         self._steps = self._requests.steps
         self._probes: dict[str, PeerTransport] = {}
@@ -153,7 +154,7 @@ class DecodeScheduler:
             self._context.outbox.put(self._client, OpenStream(request.stream))
         else:
             self._grants.prefetch(request)
-        self._context.faults.reach(Phase.QUEUED, request.peer)
+        self._context.faults.reach(FaultPhase.QUEUED, request.peer)
 
     def cancel(self, command: Cancel) -> None:
         """End a request, all choices of it, and free its memory."""

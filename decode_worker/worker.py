@@ -11,7 +11,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.assembly import WorkerParts
 from kvrelay.engine.worker.worker import Worker
 from kvrelay.kv_transfer.transport_probe import TransportProber
-from kvrelay.net.ends import worker_credentials
+from kvrelay.net.channels import worker_credentials
 
 
 class DecodePlugin:

@@ -26,7 +26,7 @@ _COMMANDS = (
 
 
 class _Commands(click.Group):
-    """Imports a subcommand only when it is called: some take seconds to import."""
+    """The group that imports a subcommand only when it is called: some take seconds to import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -34,7 +34,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"kvrelay.deploy.{cmd_name}")
+        module = importlib.import_module(f"kvrelay.deploy.commands.{cmd_name}")
         command: click.Command = getattr(module, cmd_name)
         return command
 

@@ -1,4 +1,4 @@
-"""Starts a cluster and its router from the options. Everything is put together here."""
+"""The start of a cluster and its router from the options; all parts are put together here."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.deploy.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
 from kvrelay.deploy.errors import OptionError
-from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.on_node import NODES_ADDRESS
-from kvrelay.deploy.options import WORKER_HOST, ServeOptions
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.nodes.on_node import NODES_ADDRESS
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.options.serve_options import WORKER_HOST, ServeOptions
 from kvrelay.deploy.router_config import router_config
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.engine.config import WorkerConfig, WorkerOptions
 from kvrelay.engine.faults import Fault, parse_faults
 from kvrelay.options.declaration import values_for
@@ -37,15 +38,15 @@ class Deployment:
 @asynccontextmanager
 async def deployed(
     options: ServeOptions,
-    model: Model,
-    progress: Progress,
+    model: ModelFolder,
+    progress: StartProgress,
     *,
     log_level: int = logging.WARNING,
 ) -> AsyncIterator[Deployment]:
-    """A context in which workers and router run, ready for requests; Ray must be initialised.
+    """Open a context in which workers and router serve requests; Ray must be initialised.
 
-    At its end the router stops first, so that every live request is answered, then the
-    workers.
+    When it is left, the router stops first, so that every live request is answered, then the
+    workers stop.
     """
     configs = worker_configs(options, model)
     async with AsyncExitStack() as stack:
@@ -60,9 +61,9 @@ async def deployed(
             )
             step.say(loading_text(dict.fromkeys(cluster.workers, 1.0)))
         with progress.step("router", "connecting to the workers") as step:
-            router = Router(
-                router_config(options, model), cluster.discovery, cluster, [cluster.metrics]
-            )
+            config = router_config(options, model)
+            operators = OperatorServices(cluster, cluster.discovery, options.cluster_name)
+            router = Router(config, cluster.discovery, operators, [cluster.metrics])
             stack.push_async_callback(router.stop)
             await router.start()
             await router.wait_ready()
@@ -70,8 +71,8 @@ async def deployed(
         yield Deployment(cluster, router)
 
 
-def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
-    """A configuration for each worker, which is named by role and number."""
+def worker_configs(options: ServeOptions, model: ModelFolder) -> list[WorkerConfig]:
+    """Return a configuration for each worker, which is named by role and number."""
     device = _device(options)
     host = NODES_ADDRESS if options.joins_ray else WORKER_HOST
     ports = iter([address.port for address in options.worker_metrics()])
@@ -103,7 +104,7 @@ def worker_configs(options: ServeOptions, model: Model) -> list[WorkerConfig]:
 
 
 def _faults_of(worker: str, options: ServeOptions) -> tuple[Fault, ...] | None:
-    """The faults that are for this worker; None if the options name none at all."""
+    """Return the faults that are meant for this worker; None if the options name none at all."""
     faults = parse_faults(options.debug_faults)
     return tuple(one for one in faults if one.worker in ("", worker)) if faults else None
 
@@ -121,7 +122,7 @@ def _device(options: ServeOptions) -> str:
 
 
 def loading_text(progress: Mapping[str, float]) -> str:
-    """How far the workers have come, from the share of its weights that each has read."""
+    """Return a line on the start's progress, from the share of its weights each worker has read."""
     started = sum(share == 1 for share in progress.values())
     text = f"{started} of {len(progress)} loaded the model"
     if started == len(progress):

@@ -1,15 +1,15 @@
-"""What a router is told, from the options of a cluster."""
+"""The configuration of a router, from the options of a cluster."""
 
 from __future__ import annotations
 
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.options.declaration import values_for
 from kvrelay.router.config import RouterConfig, RouterOptions
 
 
-def router_config(options: ServeOptions, model: Model) -> RouterConfig:
-    """The router's part of the options."""
+def router_config(options: ServeOptions, model: ModelFolder) -> RouterConfig:
+    """Return the router's part of the options."""
     return RouterConfig(
         model_name=model.name,
         model_path=model.path,
@@ -17,7 +17,6 @@ def router_config(options: ServeOptions, model: Model) -> RouterConfig:
         grpc_address=str(options.grpc),
         http_address=str(options.http),
         metrics_address=str(options.metrics),
-        cluster_name=options.cluster_name,
         admin_address=str(options.admin),
         itl_target_seconds=options.itl_target and options.itl_target / 1000,
         worker_tls=options.cluster_tls,

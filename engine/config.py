@@ -10,7 +10,7 @@ from pathlib import Path
 from kvrelay.engine.faults import Fault
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.geometry import PageOrder
-from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphSizes
 from kvrelay.net.tls import TlsFiles

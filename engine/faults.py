@@ -39,7 +39,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-class Action(StrEnum):
+class FaultAction(StrEnum):
     """What goes wrong."""
 
     DELAY = "delay"
@@ -66,7 +66,7 @@ class Action(StrEnum):
     """A free page is lost: the account of memory is wrong from then on."""
 
 
-class Event(StrEnum):
+class FaultEvent(StrEnum):
     """What can be delayed, dropped, duplicated, corrupted, or fail."""
 
     ASK = "ask"
@@ -83,7 +83,7 @@ class Event(StrEnum):
     """A step that computes anything."""
 
 
-class Phase(StrEnum):
+class FaultPhase(StrEnum):
     """Where a request can be when its worker is stopped or killed, or loses a page."""
 
     QUEUED = "queued"
@@ -118,18 +118,18 @@ class Phase(StrEnum):
     """Pages were ordered to be read from storage."""
 
 
-_TO_WORKERS = frozenset({Action.STOP, Action.KILL, Action.LOSE})
-_TIMED = frozenset({Action.DELAY, Action.STOP})
-_TO_FORWARDS_ALONE = frozenset({Action.HANG, Action.POISON, Action.CRASH})
-_TO_FORWARDS = _TO_FORWARDS_ALONE | {Action.DELAY, Action.FAIL}
+_TO_WORKERS = frozenset({FaultAction.STOP, FaultAction.KILL, FaultAction.LOSE})
+_TIMED = frozenset({FaultAction.DELAY, FaultAction.STOP})
+_TO_FORWARDS_ALONE = frozenset({FaultAction.HANG, FaultAction.POISON, FaultAction.CRASH})
+_TO_FORWARDS = _TO_FORWARDS_ALONE | {FaultAction.DELAY, FaultAction.FAIL}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that goes wrong, once or always."""
 
-    action: Action
-    where: Event | Phase
+    action: FaultAction
+    where: FaultEvent | FaultPhase
     nth: int = 1
     """Counted on each worker by itself."""
     seconds: float = 0.0
@@ -165,8 +165,8 @@ def _parse_fault(spec: str) -> Fault:
     if match is None:
         form = "[WORKER/]ACTION:WHERE[@REQUEST][:N][:SECONDSs][:always]"
         raise ValueError(f"{spec!r} is not {form}")
-    action = _choose(spec, match["action"], Action)
-    where: type[Event] | type[Phase] = Phase if action in _TO_WORKERS else Event
+    action = _choose(spec, match["action"], FaultAction)
+    where: type[FaultEvent] | type[FaultPhase] = FaultPhase if action in _TO_WORKERS else FaultEvent
     fault = Fault(
         action,
         _choose(spec, match["where"], where),
@@ -182,14 +182,14 @@ def _parse_fault(spec: str) -> Fault:
 
 def _check(spec: str, fault: Fault) -> None:
     """Raise ValueError unless the parts of a fault go together."""
-    action, forward = fault.action, fault.where is Event.FORWARD
+    action, forward = fault.action, fault.where is FaultEvent.FORWARD
     if fault.nth < 1:
         raise ValueError(f"{spec!r}: they are counted from 1")
     if fault.seconds and action not in _TIMED:
         raise ValueError(f"{spec!r}: {action} takes no time")
-    if action is Action.CORRUPT and fault.where is not Event.PULL:
+    if action is FaultAction.CORRUPT and fault.where is not FaultEvent.PULL:
         raise ValueError(f"{spec!r}: only a pull can be corrupted")
-    if action is Action.DELAY and not fault.seconds:
+    if action is FaultAction.DELAY and not fault.seconds:
         raise ValueError(f"{spec!r}: by how much? e.g. {spec}:0.5s")
     if forward and action not in _TO_FORWARDS:
         raise ValueError(f"{spec!r}: a forward can {', '.join(sorted(_TO_FORWARDS))}")
@@ -235,20 +235,20 @@ class FaultPlan:
             rearmed = self._rearmed
         rearmed.wait()
 
-    def reach(self, phase: Phase, peer: str = "") -> None:
+    def reach(self, phase: FaultPhase, peer: str = "") -> None:
         """A request, shared with `peer`, enters `phase` here. May not return."""
         if not self._armed:
             return
         fault = self.take(phase, peer)
         if fault is None:
             return
-        if fault.action is Action.LOSE:
+        if fault.action is FaultAction.LOSE:
             self.lose_page()
         else:
             _strike(fault)
 
     def take(
-        self, where: Event | Phase, peer: str = "", requests: Container[str] = ()
+        self, where: FaultEvent | FaultPhase, peer: str = "", requests: Container[str] = ()
     ) -> Fault | None:
         """One more of these: the fault that befalls it, if one does.
 
@@ -263,7 +263,9 @@ class FaultPlan:
             logger.warning("fault: %s", due)
         return due
 
-    def _take(self, where: Event | Phase, peer: str, requests: Container[str]) -> Fault | None:
+    def _take(
+        self, where: FaultEvent | FaultPhase, peer: str, requests: Container[str]
+    ) -> Fault | None:
         left: list[Fault] = []
         due: Fault | None = None
         for fault in self._armed:
@@ -290,7 +292,7 @@ def _strike(fault: Fault) -> None:
     """Stop or kill the process that the fault is for."""
     own = os.getpid()
     pid = fault.pid or own
-    stop = fault.action is Action.STOP
+    stop = fault.action is FaultAction.STOP
     if stop and fault.seconds and pid == own:
         # Whoever stands still cannot wake itself up.
         wake = f"import os, time; time.sleep({fault.seconds}); os.kill({own}, {signal.SIGCONT:d})"

@@ -16,6 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from kvrelay.device.cuda_streams import use_device
+from kvrelay.device.thread_end import CLOSE_SECONDS, ended_within, seconds_until
+from kvrelay.device.work_in_progress import WorkInProgress
+from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.checksums import LocalPage, PageHasher
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import Operation
@@ -23,20 +27,16 @@ from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.peers import Peers
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
-from kvrelay.kv_transfer.scratch import (
+from kvrelay.kv_transfer.scratch_pages import (
     constant_pages,
     landing_pages,
     make_landing,
     make_scratch,
 )
-from kvrelay.kv_transfer.spans import PoolLayout
-from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within, seconds_until
 from kvrelay.kv_transfer.ucx_settings import describe_transports
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
-from kvrelay.mem_cache.cuda_streams import use_device
 from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.agent_description import AgentDescription
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
 

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
+from kvrelay.device.cuda_streams import use_device
+from kvrelay.device.thread_end import CLOSE_SECONDS
+from kvrelay.device.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.byte_sum import hash_bytes
-from kvrelay.mem_cache.cuda_streams import use_device
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.wire.hand_over import PageSum, Place
+from kvrelay.wire.hand_over import PagePlace, PageSum
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class LocalPage:
     """Where a page of a request lies in this worker's pool."""
 
-    place: Place
+    place: PagePlace
     page_id: int
     tokens: int
     """Settled tokens: `page_size`, except on the prompt's last page."""
@@ -40,7 +40,7 @@ class LocalPage:
 
 
 def locate(
-    places: Sequence[Place], tables: Sequence[Sequence[int]], page_size: int, num_tokens: int
+    places: Sequence[PagePlace], tables: Sequence[Sequence[int]], page_size: int, num_tokens: int
 ) -> list[LocalPage]:
     """Find `places` in a request's page tables, of which there is one for each pool.
 
@@ -51,7 +51,7 @@ def locate(
 
 
 def _locate(
-    place: Place, tables: Sequence[Sequence[int]], page_size: int, num_tokens: int
+    place: PagePlace, tables: Sequence[Sequence[int]], page_size: int, num_tokens: int
 ) -> LocalPage:
     pages = tables[place.pool] if 0 <= place.pool < len(tables) else ()
     tokens = min(page_size, num_tokens - place.page * page_size)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.kv_transfer.peer_description import PeerDescription
-from kvrelay.kv_transfer.spans import PoolLayout
 
 logger = logging.getLogger(__name__)
 

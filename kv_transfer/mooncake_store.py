@@ -16,10 +16,10 @@ from itertools import compress, islice
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from kvrelay.mem_cache.daemon_threads import DaemonThreads
-from kvrelay.mem_cache.storage_buffers import HostMemory, PageBuffers
-from kvrelay.mem_cache.storage_format import StorageFormat
-from kvrelay.mem_cache.storage_pages import (
+from kvrelay.device.daemon_threads import DaemonThreads
+from kvrelay.mem_cache.storage.storage_buffers import HostMemory, PageBuffers
+from kvrelay.mem_cache.storage.storage_format import StorageFormat
+from kvrelay.mem_cache.storage.storage_pages import (
     MOST_OPERATIONS,
     NOTHING_BEFORE,
     StoragePage,

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from kvrelay.kv_transfer.byte_runs import PoolLayout, SpanPairs
 from kvrelay.kv_transfer.nixl_library import load_nixl
 from kvrelay.kv_transfer.peer_description import PeerDescription
-from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs
 from kvrelay.kv_transfer.ucx_settings import set_unset
 from kvrelay.mem_cache.geometry import Int64Array
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvrelay.kv_transfer.nixl_library import load_nixl
-from kvrelay.mem_cache.file_io import Piece
+from kvrelay.mem_cache.storage.file_io import FilePiece
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ class NixlFiles:
         """See `FileIO`."""
         self._deregister(self._files.pop(file))
 
-    def read(self, file: int, pieces: Sequence[Piece]) -> NixlFileTransfer:
+    def read(self, file: int, pieces: Sequence[FilePiece]) -> NixlFileTransfer:
         """See `FileIO`."""
         return self._start("READ", file, pieces)
 
-    def write(self, file: int, pieces: Sequence[Piece]) -> NixlFileTransfer:
+    def write(self, file: int, pieces: Sequence[FilePiece]) -> NixlFileTransfer:
         """See `FileIO`."""
         return self._start("WRITE", file, pieces)
 
@@ -108,12 +108,12 @@ class NixlFiles:
             logger.warning("NIXL does not let go of memory or of a file: %s", error)
 
     def _start(
-        self, operation: Literal["READ", "WRITE"], file: int, pieces: Sequence[Piece]
+        self, operation: Literal["READ", "WRITE"], file: int, pieces: Sequence[FilePiece]
     ) -> NixlFileTransfer:
         return NixlFileTransfer(self._agent, lambda: self._make_handle(operation, file, pieces))
 
     def _make_handle(
-        self, operation: Literal["READ", "WRITE"], file: int, pieces: Sequence[Piece]
+        self, operation: Literal["READ", "WRITE"], file: int, pieces: Sequence[FilePiece]
     ) -> Any:
         memory = np.array([(one.address, one.nbytes, 0) for one in pieces], np.uint64)
         places = np.array([(one.offset, one.nbytes, file) for one in pieces], np.uint64)

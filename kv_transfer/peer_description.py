@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.errors import PeerRefusedError
-from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
-from kvrelay.wire.agent import AgentDescription, PoolDescription, PoolGeometry
+from kvrelay.wire.agent_description import AgentDescription, PoolDescription, PoolGeometry
 from kvrelay.wire.model_digest import ModelDigest
 
 _DTYPES = {

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.kv_transfer.byte_runs import PoolLayout, SpanPairs, pair_spans
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.errors import TransferError
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer, Operation
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.kv_transfer.spans import PoolLayout, SpanPairs, pair_spans
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.geometry import Int64Array
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.agent_description import AgentDescription
 from kvrelay.wire.hand_over import PageSum
 
 MOST_DEAD: Final = 1000

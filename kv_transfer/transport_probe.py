@@ -21,9 +21,9 @@ from functools import partial
 
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.errors import TransferError
-from kvrelay.kv_transfer.landing import LandingArea, LandingAreas
+from kvrelay.kv_transfer.probe_landing import LandingArea, LandingAreas
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.kv_transfer.scratch import clear_landing, holds_scratch_of
+from kvrelay.kv_transfer.scratch_pages import clear_landing, holds_scratch_of
 from kvrelay.wire.load import PeerTransport
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from enum import StrEnum
 
-from kvrelay.wire.hand_over import PageSum, Place
+from kvrelay.wire.hand_over import PagePlace, PageSum
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class VerifyPages(StrEnum):
     """Every page of every pool."""
 
 
-def choose(mode: VerifyPages, places: Sequence[Place], request_id: str) -> list[Place]:
+def choose(mode: VerifyPages, places: Sequence[PagePlace], request_id: str) -> list[PagePlace]:
     """Those of the pages that were read whose checksums are to be compared."""
     match mode:
         case VerifyPages.OFF:

@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from kvrelay.mem_cache.account import Owner, Pages
 from kvrelay.mem_cache.errors import ConservationError
-from kvrelay.mem_cache.lease import LeaseState
-from kvrelay.mem_cache.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.lease import LeaseState
+from kvrelay.mem_cache.leases.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.promises import Promises
+from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix_index import NO_PAGE, PrefixIndex
-from kvrelay.mem_cache.promises import Promises
-from kvrelay.mem_cache.rows import Rows
+from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, PrefixIndex
 from kvrelay.mem_cache.shape import CacheShape
 from kvrelay.wire.load import PoolCounts
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.mem_cache.cuda_streams import record_event
+from kvrelay.device.cuda_streams import record_event
 from kvrelay.mem_cache.geometry import Int64Array, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 

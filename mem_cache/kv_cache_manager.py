@@ -23,17 +23,17 @@ from kvrelay.mem_cache.audit import Audit
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence, FenceKind
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.lease_lengths import LeaseLengths
-from kvrelay.mem_cache.lease_table import LeaseTable
-from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
+from kvrelay.mem_cache.leases.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.promises import Promises
+from kvrelay.mem_cache.leases.publishing import Fork, PrefixSharing
+from kvrelay.mem_cache.leases.rows import Ints, Rows
+from kvrelay.mem_cache.leases.session_leases import SessionLeases
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix_index import PrefixIndex, TokenIds
-from kvrelay.mem_cache.promises import Promises
-from kvrelay.mem_cache.rows import Ints, Rows
-from kvrelay.mem_cache.session_leases import SessionLeases
+from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
+from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex, TokenIds
 from kvrelay.mem_cache.shape import CacheShape, PoolShape
-from kvrelay.mem_cache.sharing import Fork, PrefixSharing
 from kvrelay.wire.load import PoolCounts
 
 NO_TOKENS: TokenIds = np.empty(0, np.int32)

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from kvrelay.mem_cache.account import Owner, PageAccount, Pages, Shares
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
 from kvrelay.mem_cache.fence import Fence, FenceKind
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.prefix_index import PrefixIndex, PrefixLock
-from kvrelay.mem_cache.rows import Rows
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.rows import Rows
+from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex, PrefixLock
 from kvrelay.mem_cache.shape import PoolShape
 
 _STAYS: Final = {kind: rank for rank, kind in enumerate(FenceKind)}

@@ -5,31 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
+from kvrelay.device.device_streams import Pinning
 from kvrelay.mem_cache.pool import KVPool
 
 logger = logging.getLogger(__name__)
-
-
-class Pinning(Protocol):
-    """Pins the host's memory for one device."""
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """Keep memory where it is, for the device to access. Blocks; a GiB takes a while.
-
-        Raises:
-            RuntimeError: the device or the system does not pin so much. Nothing is pinned.
-        """
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Let go of memory that was pinned from `address` on. Nothing may copy it any more.
-
-        Raises:
-            RuntimeError: what the device says.
-        """
-        ...
 
 
 class PinnedPools:

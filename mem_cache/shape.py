@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvrelay.mem_cache.rows import Ints
+from kvrelay.mem_cache.leases.rows import Ints
 
 Tokens = TypeVar("Tokens", int, Ints)
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.checkpoint.digest import object_digest
@@ -26,7 +27,6 @@ from kvrelay.model_runner.config.cuda_graphs import GraphOptions
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.device_sampler import sample_on_device, samples_on
 from kvrelay.model_runner.sampling.sampler import (

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvrelay.mem_cache.cuda_streams import record_event
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.device.cuda_streams import record_event
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
-from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.expanded_latents import SplittingAttention, absorbing
 from kvrelay.model_runner.attention.fp8_pages import FP8
@@ -30,7 +31,6 @@ from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.elementwise_trial import try_elementwise

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import HISTORY_READS, PAGE_MISMATCHES, VERIFIED_PAGES
@@ -32,7 +32,7 @@ from kvrelay.prefill_worker.request import (
     PrefillRequest,
 )
 from kvrelay.prefill_worker.sending import send
-from kvrelay.wire.hand_over import Grant, History, PageSum, Place, Released
+from kvrelay.wire.hand_over import Grant, History, PagePlace, PageSum, Released
 from kvrelay.wire.output import FailureReason
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Histories:
         )
         request.load = HistoryLoad(pull, first, end, time.monotonic())
         request.progressed_at = time.monotonic()
-        self._context.faults.reach(Phase.BORROWING, stream.decode_incarnation)
+        self._context.faults.reach(FaultPhase.BORROWING, stream.decode_incarnation)
         return True
 
     def read(self, message: HistoryRead, request: PrefillRequest | None) -> None:
@@ -221,7 +221,7 @@ class Histories:
         load, held = request.load, request.held
         assert load is not None
         pools = self._context.kv_cache.shape.pool_numbers
-        read = [Place(n, page) for n in pools for page in range(load.first_page, load.end_page)]
+        read = [PagePlace(n, page) for n in pools for page in range(load.first_page, load.end_page)]
         places = choose(self._verify_pages, read, request.key.request_id)
         if not places:
             self._send_done(request)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.prefill_worker.request import PrefillRequest
@@ -54,7 +54,7 @@ class HostReads:
             return
         request.lent += pages
         self._announce(request, hand_over.announce_host([page.slot for page in pages]))
-        self._context.faults.reach(Phase.LENDING, request.decode_incarnation)
+        self._context.faults.reach(FaultPhase.LENDING, request.decode_incarnation)
 
     def take_back(self, request: PrefillRequest) -> None:
         """The request is released: what its decode worker reads now will not be used."""

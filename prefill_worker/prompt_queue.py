@@ -6,16 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvrelay.engine.faults import Phase
-from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
+from kvrelay.engine.scheduler.attempt_trace import ASK, HAND_OVER
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
-from kvrelay.engine.scheduler.prompts import ComputingPrompts
-from kvrelay.engine.scheduler.request_trace import ASK, HAND_OVER
+from kvrelay.engine.scheduler.prompts_in_progress import ComputingPrompts
 from kvrelay.engine.scheduler.tier_loads import TierLoads
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
-from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.prefill_worker.host_reads import HostReads
 from kvrelay.prefill_worker.request import PrefillRequest
 from kvrelay.prefill_worker.sending import send
@@ -116,7 +116,7 @@ class PromptQueue:
     def compute(self, request: PrefillRequest) -> None:
         """Compute what is not here of a request that has memory, and announce what is."""
         self.computing.add(request)
-        self._context.faults.reach(Phase.PREFILLING, request.decode_incarnation)
+        self._context.faults.reach(FaultPhase.PREFILLING, request.decode_incarnation)
         self.announce_written_pages(request)
         self.host_reads.offer(request)
 

@@ -13,9 +13,9 @@ from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.hand_over.sequencer import Sequencer
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.pull import Pull
-from kvrelay.mem_cache.host_page import HostPage
+from kvrelay.mem_cache.host.host_page import HostPage
 from kvrelay.wire.hand_over import FromDecode, FromPrefill, History, PageSum, Sequenced
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 
 class HandOverStream(MessageStream[Sequenced[FromPrefill]]):

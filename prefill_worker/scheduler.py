@@ -10,16 +10,16 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
 from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
-from kvrelay.engine.scheduler.prompts import PromptRun
+from kvrelay.engine.scheduler.prompts_in_progress import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages
-from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.prefill_worker.hand_overs import HandOvers
 from kvrelay.prefill_worker.histories import Histories
 from kvrelay.prefill_worker.prompt_queue import PromptQueue
@@ -34,7 +34,7 @@ from kvrelay.prefill_worker.sending import send
 from kvrelay.wire.hand_over import FirstToken, HandOverEnd
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, SampledToken
-from kvrelay.wire.progress import RequestPhase, RequestProgress
+from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 
 _PHASES: Final = {
     PrefillState.ASKED: RequestPhase.ASKED,
@@ -116,7 +116,7 @@ class PrefillScheduler:
             return
         request.stream = self.hand_overs.take_early_stream(request.key)
         self._queue.add(request)
-        self._context.faults.reach(Phase.QUEUED, request.decode_incarnation)
+        self._context.faults.reach(FaultPhase.QUEUED, request.decode_incarnation)
 
     def cancel(self, command: Cancel) -> None:
         """End a request, if it still lives, and free its memory."""

@@ -7,9 +7,9 @@ import grpc
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.assembly import WorkerParts
 from kvrelay.engine.worker.worker import Worker
+from kvrelay.prefill_worker.hand_over_service import HandOverService
 from kvrelay.prefill_worker.request import PrefillMessage, PrefillRequest
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
-from kvrelay.prefill_worker.service import HandOverService
 from kvrelay.v1 import hand_over_pb2_grpc
 
 

@@ -1,4 +1,4 @@
-"""A request after validation: every field concrete, nothing left to default."""
+"""A request after validation: every field concrete, no default left open."""
 
 from __future__ import annotations
 
@@ -7,56 +7,57 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from kvrelay.router.callers import Caller
-from kvrelay.router.known_prefixes import PromptMarks
+from kvrelay.router.placement.known_prefixes import PromptMarks
 from kvrelay.router.sessions import Turn
-from kvrelay.wire.request import GenerationParams, KeptSession, RequestKey, SubmitRequest
+from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output is kept to, once it was found to be possible."""
+    """The grammar that an output must follow, known to compile."""
 
     key: bytes
-    """Equal for equal ones alone: workers compile these once."""
+    """A key that only equal grammars share: workers compile them once."""
     num_bytes: int
-    """That it takes where it is compiled, before any token has come."""
+    """The bytes that it takes where it is compiled, before any token has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What the workers are asked to do."""
+    """A validated request, from which its submissions to workers are made."""
 
     request_id: str
     fingerprint: bytes
-    """Digest of the body as the client sent it (a drawn seed is not in it):
-    equal ones are the same request, tried again."""
+    """The digest of the body as the client sent it, without a drawn seed.
+
+    Requests with equal digests are the same one, tried again.
+    """
     input_ids: Sequence[int]
-    """Packed, 4 bytes each: there may be many long prompts."""
+    """Prompt token ids, packed in 4 bytes each: there may be many long prompts."""
     params: GenerationParams
     priority: int
     caller: Caller
-    """Whose request it is."""
+    """The client that sent the request."""
     namespace: str
-    """The part of the prefix index that it uses."""
+    """The part of the prefix index that the request uses."""
     marks: PromptMarks = field(default_factory=dict)
-    """Of its prompt's prefixes: by them the router knows who has them."""
+    """The marks of the prompt's prefixes, by which the router knows the workers that have them."""
     turn: Turn | None = None
-    """Of the session whose turn it is."""
+    """The turn of a session that the request is; None: it is none."""
     grammar: Grammar | None = None
-    """Of its structured output."""
+    """The grammar of its structured output."""
 
     @property
     def id(self) -> tuple[str, str]:
-        """Unique on a router among live requests: a request id belongs to its caller."""
+        """The id among the router's live requests: a request id is unique for its caller only."""
         return (self.caller.name, self.request_id)
 
     @property
     def total_tokens(self) -> int:
         """Tokens that a decode worker must be able to hold for each choice.
 
-        Not for all of them at once: where they do not fit together, some are
-        retracted and go on later.
+        The choices need not fit together: some are then retracted and go on later.
         """
         return len(self.input_ids) + self.params.stops.max_tokens
 
@@ -64,58 +65,60 @@ class GenerationRequest:
 def in_full_on(
     prompt_logprobs: int | None, alone: Set[WorkerRole] = frozenset()
 ) -> Set[WorkerRole]:
-    """The roles whose workers reuse nothing for a prompt, if they compute it.
+    """The roles whose workers reuse no cached KV for a prompt, if they compute it.
 
     Args:
-        prompt_logprobs: as a `Submission`'s: the whole prompt is to be scored for them.
-        alone: as a `Submission`'s: what others computed may be why a forward has failed there.
+        prompt_logprobs: see `Submission`: they need the whole prompt to be scored.
+        alone: see `Submission`: reused KV may be why a forward has failed there.
     """
     return frozenset(WorkerRole) if prompt_logprobs is not None else alone
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One attempt at some choices of a request, as its workers are told of it.
+    """One attempt at some choices of a request, as sent to its workers.
 
     ::
 
         input_ids   prompt | emitted
-                    [0, num_prompt_tokens) | what an earlier attempt said
+                    [0, num_prompt_tokens) | from earlier attempts
     """
 
     request: GenerationRequest
     attempt: int
     choices: range
-    """One alone, where something is emitted."""
+    """A single choice, where something is emitted."""
     age_seconds: float
-    """Since the router took the request."""
+    """Seconds since the router took the request."""
     emitted: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
-    """As the request's, unless they have come already."""
+    """The request's, unless they have come already."""
     alone: Set[WorkerRole] = frozenset()
-    """On workers of these roles a forward with one of the choices has failed, or may have: they
-    are to have forwards of their own there."""
+    """The roles on whose workers a forward with one of the choices has failed, or may have.
+
+    The choices are to have forwards of their own there.
+    """
     traceparent: str = ""
-    """Its span, as W3C writes it; empty: the request is not traced."""
+    """The attempt's span, as W3C writes it; empty: the request is not traced."""
 
     @property
     def request_id(self) -> str:
-        """The request's."""
+        """The request's id."""
         return self.request.request_id
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the input ids, the prompt's."""
+        """The length of the prompt among the input ids."""
         return len(self.request.input_ids)
 
     @property
     def input_ids(self) -> tuple[int, ...]:
-        """All that is to be computed before the next token."""
+        """All tokens to be computed before the next one."""
         return (*self.request.input_ids, *self.emitted)
 
     @property
     def in_full_on(self) -> Set[WorkerRole]:
-        """The roles whose workers reuse nothing for its prompt, if they compute it."""
+        """The roles whose workers reuse no cached KV for its prompt, if they compute it."""
         return in_full_on(self.prompt_logprobs, self.alone)
 
     def kept_on(self, incarnation: str) -> int:
@@ -131,12 +134,12 @@ class Submission:
     def to_worker(
         self, role: WorkerRole, prefill: WorkerInfo | None, cached_tokens: int = 0
     ) -> SubmitRequest:
-        """What its worker of this role is sent.
+        """Make the message to its worker of this role.
 
         Args:
             role: the worker's.
-            prefill: only for a decode worker.
-            cached_tokens: of the input, that the worker is expected to have.
+            prefill: the prefill worker, only for a decode worker.
+            cached_tokens: tokens of the input that the worker is expected to have.
         """
         return SubmitRequest(
             key=RequestKey("", self.request_id, self.attempt),

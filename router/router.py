@@ -1,4 +1,4 @@
-"""The router: builds the services, the fleet and the live requests, and starts and stops them."""
+"""The router, which builds, starts and stops the services, the fleet and the live requests."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from kvrelay.net.allocator import return_large_blocks
-from kvrelay.net.ends import front_server, worker_credentials
-from kvrelay.net.metrics_server import MetricsServer
-from kvrelay.net.otlp import Fate, OtlpExporter, SpanCollector
+from kvrelay.net.channels import front_server, worker_credentials
 from kvrelay.net.receiving import BoundedReceipt
 from kvrelay.net.tls import CurrentTls, TlsFileError
-from kvrelay.router.admin import Administrator
-from kvrelay.router.admission import Admission
-from kvrelay.router.adoption import Adoption
-from kvrelay.router.auth import Guard
+from kvrelay.observe.metrics_server import MetricsServer
+from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
+from kvrelay.router.access.auth import Guard
+from kvrelay.router.access.current_tokens import CurrentTokens
+from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.seeds import Seeds
+from kvrelay.router.admission.served_tokenizer import Texts
+from kvrelay.router.admission.session_adoption import SessionAdoption
+from kvrelay.router.admission.structured_outputs import StructuredOutputs
+from kvrelay.router.admission.tokenizer_threads import TextThreads
 from kvrelay.router.config import MetricNames, PlacementMode, RouterConfig
-from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import Discovery
+from kvrelay.router.doors.grpc_service import InferenceService
+from kvrelay.router.doors.http.http_door import Behind, make_app
+from kvrelay.router.doors.http.http_listener import ConnectionBounds, HttpListener
+from kvrelay.router.doors.listening import STOP_GRACE_SECONDS, host_and_port, listen
+from kvrelay.router.doors.raw_requests import RawMessages
 from kvrelay.router.errors import StartError
-from kvrelay.router.fleet import Fleet
-from kvrelay.router.http.door import Behind, make_app
-from kvrelay.router.http.listener import Bounds, Listener
-from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.listening import STOP_GRACE_SECONDS, host_and_port, listen
-from kvrelay.router.live_requests import LiveRequests
 from kvrelay.router.metrics import (
     EXPECTED_HIT_TOKENS,
     HTTP_CONNECTIONS,
@@ -49,19 +51,15 @@ from kvrelay.router.metrics import (
     WAITING_FOR_WORKERS,
     RouterMetrics,
 )
-from kvrelay.router.operators import serve_operators
-from kvrelay.router.raw_requests import RawMessages
-from kvrelay.router.request_trace import Tracing
-from kvrelay.router.scrape_targets import ScrapeTargets
-from kvrelay.router.seeds import Seeds
+from kvrelay.router.operator_door import OperatorDoor
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.known_prefixes import KnownPrefixes
+from kvrelay.router.placement.worker_link import WorkerLink
+from kvrelay.router.requests.live_requests import LiveRequests
+from kvrelay.router.requests.request_trace import Tracing
 from kvrelay.router.server_info import ServerInfo
-from kvrelay.router.service import InferenceService
 from kvrelay.router.sessions import Sessions
-from kvrelay.router.structured_outputs import StructuredOutputs
-from kvrelay.router.text_threads import TextThreads
-from kvrelay.router.texts import Texts
 from kvrelay.router.vllm_names import VllmNames
-from kvrelay.router.worker_link import WorkerLink
 from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_template
 from kvrelay.text.token_bytes import longest_token_bytes
 from kvrelay.text.tokenizer import LoadedTokenizer, TokenizerError, load_tokenizer
@@ -79,32 +77,30 @@ _RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
 
 
 class Router:
-    """Takes requests by gRPC and has the workers that discovery lists serve them.
+    """A router of requests from gRPC and HTTP to the workers that discovery lists.
 
     Call `start` and `stop` once each, on one event loop. Routers share nothing.
 
     Args:
         config: its addresses, bounds and files.
         discovery: lists the workers.
-        administrator: carries out operators' calls, and its workers are other routers', too; None:
-            there is no admin service.
-        collectors: of what is to be served beside the router's own metrics.
+        operators: the door for operators and other routers; None: there is none here.
+        collectors: further metrics to serve beside the router's own.
     """
 
     def __init__(
         self,
         config: RouterConfig,
         discovery: Discovery,
-        administrator: Administrator | None = None,
+        operators: OperatorDoor | None = None,
         collectors: Sequence[Collector] = (),
     ) -> None:
         self._config = config
-        self._administrator = administrator
+        self._operators = operators
         self._discovery = discovery
         self._id = uuid.uuid4().hex
         self._metrics = RouterMetrics(config.model_name)
         self._collectors = (self._metrics.registry, *collectors)
-        self._targets = ScrapeTargets(config.cluster_name, discovery)
         self._fleet = Fleet(
             discovery,
             self._make_link,
@@ -113,25 +109,25 @@ class Router:
             itl_target=config.itl_target_seconds,
         )
         self._sessions = Sessions(config, self._metrics, self._fleet.forget_session)
-        self._adoption = Adoption(self._sessions, self._fleet, self._metrics)
+        self._adoption = SessionAdoption(self._sessions, self._fleet, self._metrics)
         self._health = health.aio.HealthServicer()
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: CurrentTls | None = None
         self._tokens: CurrentTokens | None = None
         self.grpc_address = config.grpc_address
-        """Where clients connect; with the real port once started."""
+        """The address where clients connect; with the real port once started."""
         self.http_address = config.http_address
-        """Where clients of OpenAI's API connect; with the real port once started."""
+        """The address where clients of OpenAI's API connect; with the real port once started."""
         self.metrics_address = config.metrics_address
-        """Where Prometheus reads; with the real port once started."""
+        """The address where Prometheus reads; with the real port once started."""
         self.admin_address: str | None = None
-        """Where operators connect, once started; None without an administrator."""
+        """The address where operators connect, once started; None without a door for them."""
 
     async def start(self) -> None:
-        """Listens, and begins to attach to workers; undoes everything if it fails.
+        """Listen, and begin to attach to workers; undo everything if it fails.
 
         Raises:
-            StartError: one line that says what is wrong.
+            StartError: the start failed; the message is one line.
         """
         return_large_blocks()
         self._read_credentials()
@@ -154,8 +150,14 @@ class Router:
             _run_in(undo, self._fleet.run())
             if self._tokens is not None:
                 _run_in(undo, self._tokens.follow())
-            if self._administrator is not None:
-                await self._serve_operators(undo, self._administrator)
+            if self._operators is not None:
+                self.admin_address = await self._operators.serve(
+                    undo,
+                    str(self._config.admin_address),
+                    self._config.admin_tls,
+                    self._guards(),
+                    self._requests_of,
+                )
             texts = await self._make_texts(undo, tokenizer)
             self._serve_sessions(undo)
             structured = StructuredOutputs(
@@ -190,7 +192,7 @@ class Router:
         _run_in(undo, self._sessions.run())
 
     def _exporter(self, undo: contextlib.AsyncExitStack) -> OtlpExporter | None:
-        """What sends this router's spans; None: no request is traced."""
+        """The exporter of this router's spans; None: no request is traced."""
         if self._config.otlp is None:
             return None
         for fate in Fate:
@@ -212,7 +214,7 @@ class Router:
         return [(link.endpoint.role, link.load) for link in self._fleet.links]
 
     async def wait_ready(self) -> None:
-        """Returns once a prefill and a decode worker, or an aggregated one, are attached.
+        """Return once a prefill and a decode worker, or an aggregated one, are attached.
 
         Raises:
             StartError: workers have loaded different models, or the router another tokenizer.
@@ -225,11 +227,11 @@ class Router:
             await self._fleet.changes.wait()
 
     async def stop(self) -> None:
-        """Refuses new requests, lets live ones finish or fails them, then closes everything."""
+        """Refuse new requests, let live ones finish or fail them, then close everything."""
         await self._undo.aclose()
 
     def _read_credentials(self) -> None:
-        """Reads the certificate for workers, the tokens that clients must send, and a key."""
+        """Read the certificate for workers, the tokens that clients must send, and the seed key."""
         path = self._config.auth_token_file
         try:
             self._worker_credentials = worker_credentials(self._config.worker_tls)
@@ -244,7 +246,7 @@ class Router:
             raise StartError(f"--seed-key-file: {error}") from error
 
     def _guards(self) -> list[grpc.aio.ServerInterceptor]:
-        """The interceptors of a listener; a call's message is received after its token was read."""
+        """The interceptors of a listener: the token is checked before a message is received."""
         guards = [] if self._tokens is None else [Guard(self._tokens)]
         return [*guards, BoundedReceipt()]
 
@@ -308,10 +310,10 @@ class Router:
             self._tokens,
         )
         host, port = host_and_port(address)
-        bounds = Bounds(2 * self._config.max_message_bytes, self._config.read_timeout)
+        bounds = ConnectionBounds(2 * self._config.max_message_bytes, self._config.read_timeout)
         tls = self._config.front_tls
         try:
-            listener = Listener(make_app(behind), host.strip("[]"), port, tls, bounds)
+            listener = HttpListener(make_app(behind), host.strip("[]"), port, tls, bounds)
         except TlsFileError as error:
             raise StartError(f"TLS: {error}") from error
         except OSError as error:
@@ -321,22 +323,8 @@ class Router:
         self._metrics.watch(HTTP_CONNECTIONS, lambda: listener.num_connections)
         self.http_address = f"{host}:{listener.port}"
 
-    async def _serve_operators(
-        self, undo: contextlib.AsyncExitStack, administrator: Administrator
-    ) -> None:
-        self.admin_address = await serve_operators(
-            undo,
-            str(self._config.admin_address),
-            self._config.admin_tls,
-            self._guards(),
-            administrator,
-            self._discovery,
-            self._targets,
-            self._requests_of,
-        )
-
     def _requests_of(self, incarnation: str) -> int | None:
-        """Requests that a worker reports."""
+        """The number of requests that a worker reports."""
         for link in self._fleet.links:
             if link.endpoint.incarnation == incarnation:
                 return link.load.waiting_requests + link.load.running_requests
@@ -347,7 +335,7 @@ class Router:
         registry = CollectorRegistry(auto_describe=True)  # for ?name[]=
         for collector in self._collectors:
             registry.register(collector)
-        pages = {"/sd": self._targets.json} if self._administrator is not None else {}
+        pages = {} if self._operators is None else self._operators.pages
         try:
             server = MetricsServer(registry, host.strip("[]"), port, pages)
         except OSError as error:
@@ -390,7 +378,7 @@ class Router:
 
 
 def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` in the background; `undo` cancels it."""
+    """Run `work` in the background; `undo` cancels it."""
     task = asyncio.create_task(work)
 
     async def end() -> None:

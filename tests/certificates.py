@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvrelay.net.ends import worker_channel
+from kvrelay.net.channels import worker_channel
 from kvrelay.net.tls import CurrentTls, TlsFiles
 
 LOOPBACK = "127.0.0.1"

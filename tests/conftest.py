@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 
 TESTS = Path(__file__).parent
 CLUSTER = TESTS / "cluster"

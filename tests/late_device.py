@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvrelay.mem_cache.streams import (
-    Event,
+from kvrelay.device.device_streams import (
+    DeviceEvent,
+    DeviceStream,
     PinnedSet,
     PinnedStaging,
     Staging,
-    Stream,
 )
 from kvrelay.model_runner.sampling.device_sampler import Draws
 from kvrelay.model_runner.sampling.sampler import (
@@ -44,7 +44,7 @@ class DeviceError(Exception):
 
 
 class LateEvent:
-    """An `Event` that passes when the adversary comes to it."""
+    """An `DeviceEvent` that passes when the adversary comes to it."""
 
     def __init__(self, device: LateStreams) -> None:
         self._device = device
@@ -68,7 +68,7 @@ class Barrier:
 
 
 class LateStream:
-    """A `Stream` whose work waits to be run."""
+    """A `DeviceStream` whose work waits to be run."""
 
     def __init__(self, device: LateStreams) -> None:
         self._device = device
@@ -77,12 +77,12 @@ class LateStream:
     def launch(self, work: Callable[[], object]) -> None:
         self.queue.append(work)
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         event = LateEvent(self._device)
         self.queue.append(event)
         return event
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: DeviceEvent) -> None:
         assert isinstance(event, LateEvent)
         self.queue.append(Barrier(event))
 
@@ -121,9 +121,9 @@ class LateStreams:
         self._random = random
         self._lock = threading.RLock()
         self._queues = [LateStream(self) for _ in range(3)]
-        self.forward: Stream
-        self.results: Stream
-        self.copies: Stream
+        self.forward: DeviceStream
+        self.results: DeviceStream
+        self.copies: DeviceStream
         self.forward, self.results, self.copies = self._queues
         self.error: DeviceError | None = None
         self.brought: list[weakref.ref[torch.Tensor]] = []

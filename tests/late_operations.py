@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kvrelay.mem_cache.streams import Stream
+from kvrelay.device.device_streams import DeviceStream
 from tests.late_device import SPOILT
 
 
@@ -28,7 +28,7 @@ class LateOperations(TorchDispatchMode):
         stream: runs the operations.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: DeviceStream) -> None:
         super().__init__()
         self._stream = stream
 

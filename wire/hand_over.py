@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from kvrelay.wire.agent import AgentDescription
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.agent_description import AgentDescription
+from kvrelay.wire.submit import RequestKey
 
 
 class HandOverEnd(StrEnum):
@@ -101,7 +101,7 @@ class Announce:
     """The pages lie in the prefill side's host pool; they were computed for an earlier request."""
 
 
-class Place(NamedTuple):
+class PagePlace(NamedTuple):
     """A page of a request: both sides have it elsewhere in their pools."""
 
     pool: int
@@ -119,9 +119,9 @@ class PageSum:
     value: int
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PagePlace:
         """The page that it is the checksum of."""
-        return Place(self.pool, self.page)
+        return PagePlace(self.pool, self.page)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvrelay.v1 import controller_pb2, hand_over_pb2, inference_pb2, worker_pb2
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.agent_description import AgentDescription
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.hand_over import FromDecode, FromPrefill, Open, Sequenced
 from kvrelay.wire.load import WorkerStatus
 from kvrelay.wire.output import EngineOutputs, PhaseTimings
 from kvrelay.wire.page_owners import PageOwners
-from kvrelay.wire.request import AttachRequest, GenerationParams, StructuredOutput
+from kvrelay.wire.submit import AttachRequest, GenerationParams, StructuredOutput
 from kvrelay.wire.worker_list import WorkerList
 
 AGENT = Codec(AgentDescription, hand_over_pb2.DescribeAgentResponse)

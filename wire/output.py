@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.prefixes import PrefixUpdate
-from kvrelay.wire.progress import Progress
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.request_progress import WorkerProgress
+from kvrelay.wire.submit import RequestKey
 
 
 class TokenLogprob(NamedTuple):
@@ -200,7 +200,7 @@ class EngineOutputs:
     """On the way to a router: the outputs that are a token each, which go before the others."""
     ended_sessions: tuple[str, ...] = ()
     """The router's sessions whose KV was given up here, and was not asked to be."""
-    progress: Progress | None = None
+    progress: WorkerProgress | None = None
     """Now and then, while the router watches."""
 
     def packed(self) -> EngineOutputs:

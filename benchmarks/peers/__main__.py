@@ -27,14 +27,14 @@ from benchmarks.peers.store import Figures, Key, Kind, Store
 from benchmarks.peers.systems import SYSTEMS, Servers, Setup, StartError
 from benchmarks.with_cluster import interrupt_on_signals
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.load_generator.options import CommaList
+from kvrelay.deploy.load_generator.load_options import CommaList
+from kvrelay.deploy.load_generator.load_report import Slo
+from kvrelay.deploy.load_generator.measurement import ServerError
 from kvrelay.deploy.load_generator.plot import PlotError
-from kvrelay.deploy.load_generator.report import Slo
-from kvrelay.deploy.load_generator.session import ServerError
 from kvrelay.deploy.load_generator.trace import TraceError
 from kvrelay.deploy.load_generator.workload import Poisson
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 
 PARTS = ("throughput", "goodput", "interference", "page")
 """The last one measures nothing and writes the page anew."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 
 from benchmarks.peers.store import Figures
-from kvrelay.deploy.load_generator.report import Slo
+from kvrelay.deploy.load_generator.load_report import Slo
 
 ATTAINED_SHARE = 0.9
 """Of the requests sent: those that failed did not meet their limits."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.peers.loads import Lengths
-from kvrelay.deploy.load_generator.client import RequestRecord, Stopwatch
-from kvrelay.deploy.load_generator.report import Stats, itl, ttft
-from kvrelay.deploy.load_generator.runner import Send, closed_loop
+from kvrelay.deploy.load_generator.job_runner import Send, closed_loop
+from kvrelay.deploy.load_generator.load_client import RequestRecord, RunClock
+from kvrelay.deploy.load_generator.load_report import Stats, itl, ttft
 from kvrelay.deploy.load_generator.workload import ClosedLoop, Poisson, Workload
 
 STREAMS = 8
@@ -46,7 +46,7 @@ def prompts(number: int) -> Workload:
 
 
 async def interfere(
-    steady: Workload, arriving: Workload | None, send: Send, clock: Stopwatch
+    steady: Workload, arriving: Workload | None, send: Send, clock: RunClock
 ) -> Interference:
     """Run the streams to their ends, and let prompts arrive for as long."""
     others = asyncio.create_task(_arrive(arriving, send, clock)) if arriving else None
@@ -57,7 +57,7 @@ async def interfere(
     return summary(records, await others)
 
 
-async def _arrive(arriving: Workload, send: Send, clock: Stopwatch) -> list[RequestRecord]:
+async def _arrive(arriving: Workload, send: Send, clock: RunClock) -> list[RequestRecord]:
     """Send each prompt when it is due until cancelled; then wait for those that were sent."""
     tasks: list[asyncio.Task[RequestRecord]] = []
     origin = clock.now()

@@ -17,23 +17,23 @@ from benchmarks.peers import interference
 from benchmarks.peers.interference import interfere
 from benchmarks.peers.store import Figures
 from benchmarks.peers.systems import Serving
-from kvrelay.deploy.http_target import IDLE_CONNECTION_SECONDS
-from kvrelay.deploy.load_generator.client import Stopwatch
+from kvrelay.deploy.load_generator.load_client import RunClock
+from kvrelay.deploy.load_generator.load_report import LoadReport, Slo, Stats
+from kvrelay.deploy.load_generator.measurement import (
+    MakeSender,
+    Run,
+    RunBounds,
+    ServerError,
+    measure,
+    warm_up,
+)
 from kvrelay.deploy.load_generator.openai_client import (
     CompletionsClient,
     remote_prefill,
     served_model,
 )
-from kvrelay.deploy.load_generator.report import Report, Slo, Stats
-from kvrelay.deploy.load_generator.session import (
-    Bounds,
-    MakeSender,
-    Run,
-    ServerError,
-    measure,
-    warm_up,
-)
 from kvrelay.deploy.load_generator.workload import Prompts, Workload
+from kvrelay.deploy.reach.http_target import IDLE_CONNECTION_SECONDS
 
 DEADLINE_SECONDS = 300.0
 MAX_SECONDS = 300.0
@@ -52,16 +52,16 @@ class Driver:
 
     async def run(self, workload: Workload, slo: Slo, warm_up: int = WARM_UP_REQUESTS) -> Figures:
         """Warm up, and measure one workload."""
-        bounds = Bounds(MAX_SECONDS, DEADLINE_SECONDS, warm_up)
+        bounds = RunBounds(MAX_SECONDS, DEADLINE_SECONDS, warm_up)
         run = await measure(self.make_client, self.vocab_size, workload, bounds, slo)
         return figures(run)
 
     async def interfere(self, number: int, with_prompts: bool) -> Figures:
         """Warm up, and run the steady streams, with or without prompts that arrive."""
-        bounds = Bounds(MAX_SECONDS, DEADLINE_SECONDS, WARM_UP_REQUESTS)
+        bounds = RunBounds(MAX_SECONDS, DEADLINE_SECONDS, WARM_UP_REQUESTS)
         for short in (interference.streams(number, _WARM_UP_TOKENS), interference.prompts(number)):
             await warm_up(self.make_client, self.vocab_size, short, bounds)
-        clock = Stopwatch()
+        clock = RunClock()
         steady = interference.streams(number)
         client = self.make_client(Prompts(self.vocab_size, steady.seed), clock)
         arriving = interference.prompts(number) if with_prompts else None
@@ -110,7 +110,7 @@ def busy_percent(seconds: float = 0.5) -> float:
 
 def figures(run: Run) -> Figures:
     """What is kept of a run."""
-    report: Report = run.report
+    report: LoadReport = run.report
     return {
         "output_tokens_per_s": report.output_tokens_per_s,
         "requests_per_s": report.requests_per_s,

@@ -18,22 +18,22 @@ from tokenizers import Tokenizer, models
 from benchmarks.router_scale.load import Counts, Figure, Load
 from benchmarks.router_scale.scripted import VOCAB, Caller, ScriptedLink, ScriptedWorker, Stage
 from benchmarks.virtual_time import VirtualLoop
-from kvrelay.router.admission import Admission
-from kvrelay.router.adoption import Adoption
+from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.seeds import Seeds
+from kvrelay.router.admission.served_tokenizer import Texts
+from kvrelay.router.admission.session_adoption import SessionAdoption
+from kvrelay.router.admission.structured_outputs import StructuredOutputs
+from kvrelay.router.admission.tokenizer_threads import TextThreads
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
-from kvrelay.router.fleet import Fleet
-from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.live_requests import LiveRequests
+from kvrelay.router.doors.grpc_service import InferenceService
 from kvrelay.router.metrics import RouterMetrics
-from kvrelay.router.seeds import Seeds
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.known_prefixes import KnownPrefixes
+from kvrelay.router.placement.worker_link import WorkerLink
+from kvrelay.router.requests.live_requests import LiveRequests
 from kvrelay.router.server_info import ServerInfo
-from kvrelay.router.service import InferenceService
 from kvrelay.router.sessions import Sessions
-from kvrelay.router.structured_outputs import StructuredOutputs
-from kvrelay.router.text_threads import TextThreads
-from kvrelay.router.texts import Texts
-from kvrelay.router.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -81,7 +81,7 @@ class Bench:
                 self._config, fleet, live, texts, metrics, Seeds.of_file(None), structured, sessions
             )
             info = ServerInfo(fleet, live, metrics, sessions)
-            adoption = Adoption(sessions, fleet, metrics)
+            adoption = SessionAdoption(sessions, fleet, metrics)
             services.append(
                 InferenceService(
                     self._config, fleet, live, admission, texts, metrics, info, sessions, adoption

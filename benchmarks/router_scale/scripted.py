@@ -11,14 +11,14 @@ from typing import Any
 from benchmarks.router_scale.load import Counts, Load, Script
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.load_reports import PacedLink
-from kvrelay.router.worker_link import WorkerLink
+from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.load import PoolCounts, WorkerLoad
 from kvrelay.wire.messages import ENGINE_OUTPUTS
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput, SampledToken
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 

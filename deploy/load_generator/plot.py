@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrelay.deploy.load_generator.client import RequestRecord
-from kvrelay.deploy.load_generator.report import Report, itl, ttft
+from kvrelay.deploy.load_generator.load_client import RequestRecord
+from kvrelay.deploy.load_generator.load_report import LoadReport, itl, ttft
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ class PlotError(RuntimeError):
 
 
 def require_matplotlib() -> Any:
-    """Matplotlib's ``Figure``, drawn without a display. Raises ``PlotError`` if not installed."""
+    """Return matplotlib's `Figure`, drawn without a display. Raises `PlotError` without it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -36,7 +36,7 @@ def require_matplotlib() -> Any:
     return Figure
 
 
-def save_plot(path: Path, runs: Sequence[tuple[Report, Sequence[RequestRecord]]]) -> None:
+def save_plot(path: Path, runs: Sequence[tuple[LoadReport, Sequence[RequestRecord]]]) -> None:
     """Draw the runs to ``path``; its suffix chooses the format."""
     figure = require_matplotlib()(figsize=(12, 8), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
@@ -55,9 +55,9 @@ def _draw_distributions(
     axis: Axes,
     title: str,
     samples: Samples,
-    runs: Sequence[tuple[Report, Sequence[RequestRecord]]],
+    runs: Sequence[tuple[LoadReport, Sequence[RequestRecord]]],
 ) -> None:
-    """The share of samples at or below each latency, one step line a run."""
+    """Draw the share of samples at or below each latency, one step line a run."""
     for report, records in runs:
         values = [1000 * s for record in records if record.completed for s in samples(record)]
         if values:
@@ -70,13 +70,13 @@ def _draw_distributions(
 
 
 def plain_minor_ticks() -> Any:
-    """Labels minor ticks as 20, not 2×10¹, and only where there is room for them."""
+    """Return a formatter that labels minor ticks as 20, not 2×10¹, where there is room for them."""
     from matplotlib.ticker import LogFormatter
 
     return LogFormatter(labelOnlyBase=False)
 
 
-def _draw_throughput(axis: Axes, reports: Sequence[Report]) -> None:
+def _draw_throughput(axis: Axes, reports: Sequence[LoadReport]) -> None:
     rows = range(len(reports))
     bars = axis.barh(rows, [report.output_tokens_per_s for report in reports])
     axis.set_yticks(rows, [_label(report) for report in reports])
@@ -86,5 +86,5 @@ def _draw_throughput(axis: Axes, reports: Sequence[Report]) -> None:
     axis.set(title="throughput", xlabel="output tokens a second")
 
 
-def _label(report: Report) -> str:
+def _label(report: LoadReport) -> str:
     return f"{report.workload}, {report.load}"

@@ -1,10 +1,10 @@
-"""Reports as Markdown tables, aligned so that they also read well in a terminal."""
+"""Markdown tables of reports, aligned so that they also read well in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.deploy.load_generator.report import PHASES, Report, Stats
+from kvrelay.deploy.load_generator.load_report import PHASES, LoadReport, Stats
 
 _STATS_HEADER = ("ms", "mean", "p50", "p90", "p95", "p99", "max")
 _SWEEP_HEADER = (
@@ -24,13 +24,13 @@ _SWEEP_HEADER = (
 )
 
 
-def render(reports: Sequence[Report]) -> str:
-    """One run in full, or several at one line each."""
+def render(reports: Sequence[LoadReport]) -> str:
+    """Return one run in full, or several at one line each."""
     return render_run(reports[0]) if len(reports) == 1 else render_sweep(reports)
 
 
-def render_run(report: Report) -> str:
-    """Every figure of one run."""
+def render_run(report: LoadReport) -> str:
+    """Return every figure of one run."""
     rows = [
         _stats_row("TTFT", report.ttft_ms),
         _stats_row("ITL", report.itl_ms),
@@ -43,8 +43,8 @@ def render_run(report: Report) -> str:
     return "\n".join((*_headlines(report), "", table(_STATS_HEADER, rows)))
 
 
-def render_sweep(reports: Sequence[Report]) -> str:
-    """One line a run; latencies in milliseconds."""
+def render_sweep(reports: Sequence[LoadReport]) -> str:
+    """Return one line a run; latencies in milliseconds."""
     with_slo = any(report.slo for report in reports)
     header = (*_SWEEP_HEADER, "SLO met") if with_slo else _SWEEP_HEADER
     rows = [_sweep_row(report)[: len(header)] for report in reports]
@@ -56,8 +56,8 @@ def render_sweep(reports: Sequence[Report]) -> str:
     return "\n".join((table(header, rows), *notes))
 
 
-def notes_on(report: Report) -> list[str]:
-    """What a reader must know to trust the run's figures; empty if there is nothing."""
+def notes_on(report: LoadReport) -> list[str]:
+    """Return notes that a reader needs to trust the run's figures; empty if there are none."""
     requests, notes = report.requests, []
     if requests.failures:
         kinds = ", ".join(f"{count} {status}" for status, count in requests.failures.items())
@@ -72,7 +72,7 @@ def notes_on(report: Report) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with its first column to the left and the others to the right."""
+    """Return a Markdown table, the first column aligned left and the others right."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(_line(cells, widths) for cells in (header, rule, *rows))
@@ -84,7 +84,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return f"| {' | '.join(padded)} |"
 
 
-def _headlines(report: Report) -> list[str]:
+def _headlines(report: LoadReport) -> list[str]:
     requests = report.requests
     lines = [
         f"{report.workload}, {report.load}: {requests.completed} of {requests.planned} requests"
@@ -107,7 +107,7 @@ def _stats_row(name: str, stats: Stats | None) -> list[str]:
     return [name, *(_number(value) for value in values)]
 
 
-def _sweep_row(report: Report) -> list[str]:
+def _sweep_row(report: LoadReport) -> list[str]:
     return [
         report.workload,
         report.load,

@@ -16,7 +16,7 @@ import click
 from docs.tools import grpc_api, metrics
 from docs.tools.dashboards import grafana
 from docs.tools.dashboards.pages import DASHBOARDS
-from kvrelay.deploy import option_table
+from kvrelay.deploy.commands import option_table
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
@@ -28,7 +28,7 @@ PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
 }
 """By name, the page that has the part, and what makes it."""
 
-DASHBOARD_FOLDER: Final = "deploy/dashboards"
+DASHBOARD_FOLDER: Final = "deploy/charts/dashboards"
 """Has nothing but the dashboards' JSON."""
 
 

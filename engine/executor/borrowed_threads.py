@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Final, Protocol
 
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.wire.speeds import StepWork
 
 FEWEST_TOKENS: Final = 64
@@ -56,7 +56,7 @@ class _Pause:
         self.seconds = min(2 * self.seconds, _LONGEST_PAUSE)
 
 
-class Neighbours(Protocol):
+class OtherWorkers(Protocol):
     """The other workers of this machine, as far as they compute on this one's cores."""
 
     @property
@@ -96,7 +96,7 @@ class BorrowedThreads:
         self,
         threads: KernelThreads,
         most: int,
-        neighbours: Neighbours,
+        neighbours: OtherWorkers,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._threads = threads

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
+from kvrelay.device.device_streams import ImmediateStreams, Streams
+from kvrelay.device.thread_end import CLOSE_SECONDS, ended_within
+from kvrelay.device.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.convert import copy_pages
+from kvrelay.mem_cache.host.tier_copies import CopyEnded, PageMoves, copy_moves
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.streams import ImmediateStreams, Streams
-from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves, copy_moves
 from kvrelay.model_runner.torch_options import wait_for_device
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
+from kvrelay.device.device_streams import StagingSet
 from kvrelay.engine.executor.step_batch import Drafts, Items
 from kvrelay.engine.executor.token_state import UNKNOWN, CountedRow, TokenState
-from kvrelay.mem_cache.streams import StagingSet
 from kvrelay.model_runner.batch import Int64Array
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
 from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts, places_of

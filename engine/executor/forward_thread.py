@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from kvrelay.device.device_streams import DeviceEvent, ImmediateStreams, Streams
+from kvrelay.device.thread_end import CLOSE_SECONDS, ended_within, seconds_until
+from kvrelay.device.work_in_progress import WorkInProgress
 from kvrelay.engine.executor.pipeline import StepPipeline
 from kvrelay.engine.executor.step import Executor, LaunchedStep, Step, StepEnded
-from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within, seconds_until
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
-from kvrelay.mem_cache.streams import Event, ImmediateStreams, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +149,10 @@ class _Waiter(Generic[RequestT]):
             wait = _wait
             self._on_home(launched)
 
-    def _enter_and_wait(self, event: Event) -> None:
+    def _enter_and_wait(self, event: DeviceEvent) -> None:
         self._streams.enter_thread()
         event.wait()
 
 
-def _wait(event: Event) -> None:
+def _wait(event: DeviceEvent) -> None:
     event.wait()

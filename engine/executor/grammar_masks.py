@@ -22,7 +22,7 @@ from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.model_runner.sampling.sampler import TokenMasks
 from kvrelay.text.grammar import GrammarError
-from kvrelay.wire.request import StructuredOutput
+from kvrelay.wire.submit import StructuredOutput
 
 Allowed: TypeAlias = TokenMasks | GrammarError
 """Masks of an item's next token and of those after each draft, or why there are none."""

@@ -25,6 +25,7 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
+from kvrelay.device.device_streams import ImmediateStreams, StagingSet, Streams
 from kvrelay.engine.executor.borrowed_threads import BorrowedThreads
 from kvrelay.engine.executor.counted_rows import CountedRows, CountedStep
 from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
@@ -41,9 +42,8 @@ from kvrelay.engine.executor.step_batch import (
 )
 from kvrelay.engine.executor.token_state import UNKNOWN, PendingToken, TokenState
 from kvrelay.mem_cache.convert import copy_pages
+from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.mem_cache.streams import ImmediateStreams, StagingSet, Streams
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.sampling.prompt_scores import score_prompt
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
@@ -72,7 +72,7 @@ Samples = Iterator[list[Sampled]]
 """Those of each choice of a step's items, in order."""
 
 
-class Model(Protocol):
+class StepModel(Protocol):
     """The part of `ModelRunner` that a step needs."""
 
     def launch(self, batch: ForwardBatch) -> torch.Tensor:
@@ -206,7 +206,7 @@ class ModelExecutor:
 
     def __init__(
         self,
-        model: Model,
+        model: StepModel,
         copy: Callable[[Sequence[PageCopy]], None],
         drafter: Drafter | None = None,
         masks: GrammarMasks | None = None,

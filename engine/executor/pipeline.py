@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from kvrelay.device.device_streams import STEPS_IN_FLIGHT
 from kvrelay.engine.executor.failures import ForwardFailedError
 from kvrelay.engine.executor.step import (
     Executor,
@@ -21,7 +22,6 @@ from kvrelay.engine.executor.step import (
     StepEnded,
     StepOutput,
 )
-from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 

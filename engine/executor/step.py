@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from kvrelay.device.device_streams import PASSED, DeviceEvent
 from kvrelay.engine.executor.failures import ForwardFailedError
 from kvrelay.engine.executor.token_state import TokenState
-from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.mem_cache.streams import PASSED, Event
+from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.model_runner.batch import Int32Array
 from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import SampledToken
@@ -114,7 +114,7 @@ class LaunchedStep(Generic[RequestT]):
     """A forward that was launched. Until `home` has passed the device may work on it."""
 
     step: Step[RequestT]
-    home: Event = PASSED
+    home: DeviceEvent = PASSED
     """Behind all of it, its page copies before and its results' way to the host included."""
 
 

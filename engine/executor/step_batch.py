@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from kvrelay.device.device_streams import StagingSet
 from kvrelay.engine.executor.step import Scheduled
-from kvrelay.mem_cache.streams import StagingSet
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, PendingIds
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
 from kvrelay.model_runner.torch_options import pin_to_device

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.wire.output import EndReason, RequestEnd
-from kvrelay.wire.request import StopConditions
+from kvrelay.wire.submit import StopConditions
 
 _FEW_TOKENS: Final = 32
 _MAX_BYTES_A_CHARACTER: Final = 4

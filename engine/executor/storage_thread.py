@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Final
 
-from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within
-from kvrelay.mem_cache.storage_orders import (
+from kvrelay.device.thread_end import CLOSE_SECONDS, ended_within
+from kvrelay.mem_cache.storage.storage_orders import (
     Fetch,
     Forget,
     LookUp,
@@ -20,7 +20,7 @@ from kvrelay.mem_cache.storage_orders import (
     StorageOrder,
     Store,
 )
-from kvrelay.mem_cache.storage_pages import MOST_OPERATIONS, PageStore, StoreOperation
+from kvrelay.mem_cache.storage.storage_pages import MOST_OPERATIONS, PageStore, StoreOperation
 
 logger = logging.getLogger(__name__)
 

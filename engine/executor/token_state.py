@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
-from kvrelay.wire.request import SamplingParams, StopConditions
+from kvrelay.wire.submit import SamplingParams, StopConditions
 
 UNKNOWN: Final = -1
 """In the place of a token that only the device knows."""

@@ -10,8 +10,8 @@ import numpy as np
 from kvrelay.engine.executor.step import Scheduled, Step
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Batch
-from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.leases.lease import Batch
+from kvrelay.mem_cache.leases.publishing import PageCopy
 
 RequestT = TypeVar("RequestT", bound=Request)
 

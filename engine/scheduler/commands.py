@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.engine.scheduler.request_trace import RequestTrace
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerAddress
 
 
@@ -86,7 +86,7 @@ class Submit:
     """Its compiled grammar: held, so that it is there when the first mask needs it."""
     session: KeptSession | None = None
     """Whose turn it is."""
-    trace: RequestTrace | None = None
+    trace: AttemptTrace | None = None
     """Of a request that is traced."""
 
 

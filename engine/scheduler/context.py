@@ -11,20 +11,20 @@ import numpy as np
 
 from kvrelay.engine.executor.step import StepEnded
 from kvrelay.engine.faults import FaultPlan
+from kvrelay.engine.scheduler.attempt_trace import QUEUE, AttemptTrace
 from kvrelay.engine.scheduler.commands import Dropped, Submit
 from kvrelay.engine.scheduler.metrics import RELEASES, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.scheduler.prefix_reports import PrefixReports
 from kvrelay.engine.scheduler.progress_reports import ProgressReports
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.engine.scheduler.request_trace import QUEUE, RequestTrace
 from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
-from kvrelay.mem_cache.host_tier import HostTier
+from kvrelay.mem_cache.host.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.release import Outcome, release_kv_cache
-from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.leases.publishing import PageCopy
+from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.wire.load import PeerTransport, PoolCounts, QuarantineState, WorkerLoad, sum_by_size
 from kvrelay.wire.output import (
     NO_TIMINGS,
@@ -36,7 +36,7 @@ from kvrelay.wire.output import (
     RequestOutput,
     SampledToken,
 )
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -424,7 +424,7 @@ class SchedulerContext(Generic[RequestT]):
         self.outbox.flush()
 
 
-def _trace_queue(trace: RequestTrace, request: Request) -> None:
+def _trace_queue(trace: AttemptTrace, request: Request) -> None:
     """Record that a request has memory now."""
     attributes = {
         "kvrelay.input_tokens": request.input_len,
@@ -434,7 +434,7 @@ def _trace_queue(trace: RequestTrace, request: Request) -> None:
 
 
 def _trace_end(
-    trace: RequestTrace, request: Request, outcome: Outcome, end: RequestEnd | None
+    trace: AttemptTrace, request: Request, outcome: Outcome, end: RequestEnd | None
 ) -> None:
     """Record the end of a request; `end` is `None` if its router was told before."""
     error = None

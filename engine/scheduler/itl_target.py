@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
+from kvrelay.pacing.chunk_size import choose_chunk_tokens
 from kvrelay.wire.speeds import StepWork
 
 
@@ -30,9 +31,10 @@ class ItlTarget:
             rows: what the step computes beside the prompt.
             context: tokens before those of the prompt.
             most: prompt tokens that the step may compute at all.
-            backlog_tokens: of prompts that have memory, as `make_backlog` counts them.
+            backlog_tokens: of prompts that have memory, as `count_backlog` counts them.
         """
-        return self._learner.speeds.most_tokens_beside(
+        return choose_chunk_tokens(
+            self._learner.speeds,
             rows,
             context,
             most,

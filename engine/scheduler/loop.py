@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 
+from kvrelay.device.thread_end import CLOSE_SECONDS, ended_within
 from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
 from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.scheduler.attempt_trace import CHUNK, AttemptTrace
 from kvrelay.engine.scheduler.build_step import build_step
 from kvrelay.engine.scheduler.commands import (
     Attach,
@@ -55,13 +57,11 @@ from kvrelay.engine.scheduler.commands import (
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.engine.scheduler.request_trace import CHUNK, RequestTrace
-from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, ended_within
 from kvrelay.mem_cache.errors import ConservationError
-from kvrelay.mem_cache.storage_orders import StorageEnded
-from kvrelay.mem_cache.tier_copies import CopyEnded
+from kvrelay.mem_cache.host.tier_copies import CopyEnded
+from kvrelay.mem_cache.storage.storage_orders import StorageEnded
 from kvrelay.wire.load import WorkerLoad
-from kvrelay.wire.progress import RequestProgress
+from kvrelay.wire.request_progress import RequestProgress
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +367,7 @@ class Engine(Generic[RequestT, MessageT]):
             case Drain():
                 self._context.draining = True
                 self._on_drained.append(message.on_drained)
-                self._context.faults.reach(Phase.DRAINING)
+                self._context.faults.reach(FaultPhase.DRAINING)
             case RetractForDrain():
                 self._scheduler.retract_for_drain()
             case GiveUp():
@@ -442,7 +442,7 @@ class Engine(Generic[RequestT, MessageT]):
 
 
 def _trace_chunk(
-    trace: RequestTrace, item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]
+    trace: AttemptTrace, item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]
 ) -> None:
     """Record a forward that computed a part of a prompt; no span for each token that follows."""
     request = item.request

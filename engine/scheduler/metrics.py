@@ -21,7 +21,7 @@ from kvrelay.engine.scheduler.commands import Dropped
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts, TierCounts
 from kvrelay.mem_cache.fence import FenceKind
-from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
+from kvrelay.observe.metric_declarations import Instruments, Metric, MetricTable, MetricType
 from kvrelay.wire.load import PAGE_STATES, WorkerLoad
 
 _GRAMMAR_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

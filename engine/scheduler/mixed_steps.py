@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
-from kvrelay.engine.faults import Phase
+from kvrelay.engine.faults import FaultPhase
 from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.itl_target import ItlTarget
-from kvrelay.engine.scheduler.prompts import ComputingPrompts, PromptRun
+from kvrelay.engine.scheduler.prompts_in_progress import ComputingPrompts, PromptRun
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
 from kvrelay.engine.scheduler.suspects import Turns
-from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.speeds import StepWork
 
@@ -159,6 +159,6 @@ class MixedSteps(Generic[RequestT]):
         live = [(choice, token.token_id) for choice, token, finish in firsts if finish is None]
         if live:
             fork_and_run(self._context, self._running, self._growth, request, live)
-            self._context.faults.reach(Phase.DECODING)
+            self._context.faults.reach(FaultPhase.DECODING)
         else:
             self._context.release(request, Outcome.FINISHED, None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.mem_cache.prefix_index import PrefixChanges, PrefixIndex
+from kvrelay.mem_cache.prefix.prefix_index import PrefixChanges, PrefixIndex
 from kvrelay.wire.prefixes import PrefixUpdate
 
 Marks: TypeAlias = tuple[int, ...]

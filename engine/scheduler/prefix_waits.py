@@ -12,7 +12,7 @@ import numpy as np
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import PREFIX_WAITS
 from kvrelay.engine.scheduler.request import PrefixWait, Request
-from kvrelay.mem_cache.prefix_index import TokenIds
+from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 
 RequestT = TypeVar("RequestT", bound=Request)
 

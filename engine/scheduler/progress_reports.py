@@ -8,7 +8,7 @@ from typing import Final
 
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.wire.progress import Progress, RequestPhase, RequestProgress
+from kvrelay.wire.request_progress import RequestPhase, RequestProgress, WorkerProgress
 
 INTERVAL_SECONDS: Final = 0.2
 """Between two reports, at least."""
@@ -44,13 +44,13 @@ class ProgressReports:
             if request.link in self._found:
                 self._found[request.link].append(progress)
 
-    def of(self, link: RouterLink) -> Progress | None:
+    def of(self, link: RouterLink) -> WorkerProgress | None:
         """What a router is told in this pass: of an attempt the first of its choices here."""
         found = self._found.get(link)
         if found is None:
             return None
         firsts = {one.attempt: one for one in reversed(found)}
-        return Progress(tuple(sorted(firsts.values(), key=_turn)[:MOST_REQUESTS]))
+        return WorkerProgress(tuple(sorted(firsts.values(), key=_turn)[:MOST_REQUESTS]))
 
     def clear(self) -> None:
         """The pass is over."""

@@ -11,14 +11,14 @@ from typing import Any, Self
 import numpy as np
 
 from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.engine.scheduler.request_trace import RequestTrace
-from kvrelay.mem_cache.host_copies import Load
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.prefix_index import TokenIds
-from kvrelay.mem_cache.storage_tier import Prefetch
-from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
+from kvrelay.mem_cache.host.host_copies import Load
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.prefix.prefix_index import TokenIds
+from kvrelay.mem_cache.storage.storage_tier import Prefetch
+from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Request:
     """That it has waited for those before the last one."""
     storage_wait: StorageWait | None = None
     """What storage has of it, which comes to the host, or has."""
-    trace: RequestTrace | None = None
+    trace: AttemptTrace | None = None
     """Of a request that is traced."""
     has_ended: bool = False
     """It was released, though a forward may still compute it."""

@@ -11,16 +11,16 @@ import numpy as np
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
+from kvrelay.engine.scheduler.attempt_trace import DECODE
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import RETRACTIONS
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.engine.scheduler.request_trace import DECODE
-from kvrelay.mem_cache.lease import Batch
-from kvrelay.mem_cache.release import Outcome
-from kvrelay.mem_cache.rows import Ints
+from kvrelay.mem_cache.leases.lease import Batch
+from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.leases.rows import Ints
 from kvrelay.wire.output import NO_TIMINGS, PhaseTimings, RequestEnd, SampledToken
-from kvrelay.wire.progress import RequestPhase, RequestProgress
+from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -14,17 +14,17 @@ from itertools import count
 
 import numpy as np
 
-from kvrelay.engine.faults import FaultPlan, Phase
+from kvrelay.engine.faults import FaultPhase, FaultPlan
 from kvrelay.engine.scheduler.history_store import HistoryStore
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.prefix_index import NO_PAGE, TokenIds
-from kvrelay.mem_cache.release import Outcome
-from kvrelay.mem_cache.session import Sessions
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.leases.session_memory import SessionMemory
+from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, TokenIds
 
 
 class SessionEnd(StrEnum):
@@ -59,7 +59,7 @@ class SessionTurns:
         self._kv_cache = kv_cache
         self._metrics = metrics
         self._faults = faults
-        self._sessions = Sessions(kv_cache, kv_cache.clock)
+        self._sessions = SessionMemory(kv_cache, kv_cache.clock)
         self._ids: dict[tuple[RouterLink, str], str] = {}  # of those that `_sessions` has
         self._names: dict[str, tuple[RouterLink, str]] = {}
         self._numbers = count()
@@ -97,7 +97,8 @@ class SessionTurns:
         """A lease for a request's whole input; `None` if memory is short.
 
         That of its session, if there is one that can be used, else a new one. Sessions that are
-        idle end for it, as `Sessions.evict_oldest` says and its own last, if that can help at all.
+        idle end for it, as `SessionMemory.evict_oldest` says and its own last, if that can help at
+        all.
 
         Args:
             request: has no lease.
@@ -239,7 +240,7 @@ class SessionTurns:
     ) -> Outcome:
         session = request.session
         assert session is not None
-        self._faults.reach(Phase.SAVING)
+        self._faults.reach(FaultPhase.SAVING)
         if session_id is None:
             session_id = f"session {next(self._numbers)}"
             name = (request.link, session.session)

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 from tokenizers import Tokenizer
 
+from kvrelay.device.thread_end import close_all
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.borrowed_threads import BorrowedThreads
 from kvrelay.engine.executor.copy_thread import CopyThread, measure_bytes_per_second
@@ -41,12 +42,11 @@ from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.machine_cores import MachineCores
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store
 from kvrelay.kv_transfer.agent import TransferAgent
-from kvrelay.kv_transfer.thread_end import close_all
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.pinned_pools import PinnedPools
-from kvrelay.mem_cache.prefix_log import PageListener
-from kvrelay.mem_cache.storage_tier import StorageTier
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.prefix.prefix_log import PageListener
+from kvrelay.mem_cache.storage.storage_tier import StorageTier
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.wire.worker_info import WorkerRole
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from kvrelay.engine.executor.step import Executor, LaunchedStep, PassingExecutor, Step
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, RequestOutput
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 logger = logging.getLogger(__name__)
 

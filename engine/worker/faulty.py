@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 
 from kvrelay.engine.executor.step import Executor, LaunchedStep, PassingExecutor, Step
-from kvrelay.engine.faults import Action, Event, FaultPlan, Phase
+from kvrelay.engine.faults import FaultAction, FaultEvent, FaultPhase, FaultPlan
 from kvrelay.engine.scheduler.outbox import MessageStream, MessageT, Outbox, Sink
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.pull import Pull
+from kvrelay.mem_cache.host.tier_copies import CopyStream, PageMoves
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.storage_orders import Fetch, StorageOrder, StorageStream, Store
-from kvrelay.mem_cache.tier_copies import CopyStream, PageMoves
+from kvrelay.mem_cache.storage.storage_orders import Fetch, StorageOrder, StorageStream, Store
 from kvrelay.wire.hand_over import (
     Announce,
     Ask,
@@ -33,15 +33,15 @@ from kvrelay.wire.model_digest import ModelDigest
 
 RequestT = TypeVar("RequestT")
 
-_EVENTS: dict[type, Event] = {
-    Ask: Event.ASK,
-    Grant: Event.GRANT,
-    Announce: Event.ANNOUNCE,
-    Done: Event.DONE,
-    Released: Event.RELEASED,
-    Ended: Event.ENDED,
-    Held: Event.HELD,
-    Begun: Event.BEGUN,
+_EVENTS: dict[type, FaultEvent] = {
+    Ask: FaultEvent.ASK,
+    Grant: FaultEvent.GRANT,
+    Announce: FaultEvent.ANNOUNCE,
+    Done: FaultEvent.DONE,
+    Released: FaultEvent.RELEASED,
+    Ended: FaultEvent.ENDED,
+    Held: FaultEvent.HELD,
+    Begun: FaultEvent.BEGUN,
 }
 
 
@@ -82,13 +82,13 @@ class FaultyOutbox(Outbox):
             super().put(sink, message)
             return
         match fault.action:
-            case Action.DELAY:
+            case FaultAction.DELAY:
                 self._held[id(sink)] = [(sink, message)]
                 threading.Timer(fault.seconds, self._release, (id(sink),)).start()
-            case Action.DUPLICATE:
+            case FaultAction.DUPLICATE:
                 super().put(sink, message)
                 super().put(sink, message)
-            case Action.FAIL:
+            case FaultAction.FAIL:
                 assert isinstance(sink, MessageStream)
                 super().put(_Break(sink), None)
 
@@ -122,18 +122,18 @@ class FaultyTransferAgent(TransferAgent):
 
     def submit(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
         """Start a pull, as `TransferAgent.submit` does, unless the plan has a fault for it."""
-        fault = self._plan.take(Event.PULL)
+        fault = self._plan.take(FaultEvent.PULL)
         if fault is None:
             super().submit(pull, on_end)
             return
         match fault.action:
-            case Action.DELAY:
+            case FaultAction.DELAY:
                 threading.Timer(fault.seconds, super().submit, (pull, on_end)).start()
-            case Action.FAIL:
+            case FaultAction.FAIL:
                 self.call_soon(lambda: _fail(pull, on_end))
-            case Action.DUPLICATE:
+            case FaultAction.DUPLICATE:
                 super().submit(pull, _twice(on_end))
-            case Action.CORRUPT:
+            case FaultAction.CORRUPT:
                 super().submit(pull, self._flips(on_end))
             case _:
                 super().submit(pull, lambda pull: None)
@@ -168,7 +168,7 @@ class FaultyCopies:
     def start(self, moves: PageMoves) -> None:
         """Order a copy, as the stream does."""
         self._stream.start(moves)
-        self._plan.reach(Phase.WRITING_BACK if moves.to_host else Phase.PREFETCHING)
+        self._plan.reach(FaultPhase.WRITING_BACK if moves.to_host else FaultPhase.PREFETCHING)
 
 
 class FaultyExecutor(PassingExecutor):
@@ -187,18 +187,18 @@ class FaultyExecutor(PassingExecutor):
         """Launch one step, unless the plan has a fault for it."""
         computed: Sequence[Any] = [item.request for item in step.scheduled if item.is_live]
         requests = {request.key.request_id for request in computed}
-        fault = self._plan.take(Event.FORWARD, requests=requests) if requests else None
+        fault = self._plan.take(FaultEvent.FORWARD, requests=requests) if requests else None
         match fault.action if fault else None:
-            case Action.HANG:
+            case FaultAction.HANG:
                 self._plan.hang()
-            case Action.FAIL:
+            case FaultAction.FAIL:
                 raise RuntimeError("injected")
-            case Action.POISON:
+            case FaultAction.POISON:
                 raise RuntimeError("CUDA error: injected")
-            case Action.CRASH:
+            case FaultAction.CRASH:
                 # In this thread, as a real one: while another died of it, this would compute on.
                 signal.raise_signal(signal.SIGSEGV)
-            case Action.DELAY:
+            case FaultAction.DELAY:
                 assert fault is not None
                 time.sleep(fault.seconds)
         return super().launch(step)
@@ -234,6 +234,6 @@ class FaultyStorage:
         """See `StorageStream`. May not return."""
         self._stream.start(order)
         if isinstance(order, Store):
-            self._plan.reach(Phase.STORING)
+            self._plan.reach(FaultPhase.STORING)
         elif isinstance(order, Fetch):
-            self._plan.reach(Phase.FETCHING)
+            self._plan.reach(FaultPhase.FETCHING)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from kvrelay.engine.scheduler.commands import Cancel, Command, Mailbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
-from kvrelay.wire.request import RequestKey, StructuredOutput
+from kvrelay.wire.submit import RequestKey, StructuredOutput
 
 Prepare: TypeAlias = Callable[[StructuredOutput], Future[Any] | None]
 """Begins to compile a grammar for whoever holds the future; None: nobody does."""

@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from kvrelay.device.cuda_streams import make_pinning, make_streams, use_device
+from kvrelay.device.device_streams import STEPS_IN_FLIGHT, Streams
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
@@ -17,12 +19,10 @@ from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageC
 from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
 from kvrelay.engine.worker.memory import check_tiers, divide_memory, make_host_pools, pin_host_pools
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
-from kvrelay.kv_transfer.scratch import probe_bytes
-from kvrelay.mem_cache.cuda_streams import make_pinning, make_streams, use_device
+from kvrelay.kv_transfer.scratch_pages import probe_bytes
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT, Streams
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphOptions, GraphSizes
 from kvrelay.model_runner.draft_model import DraftModel

@@ -12,22 +12,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrelay.device.device_streams import Pinning
 from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
 from kvrelay.kv_transfer.mooncake_store import SCHEME, MooncakeAddress, MooncakeStore
 from kvrelay.kv_transfer.nixl_files import NixlFiles
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
-from kvrelay.mem_cache.host_tier import HostTier
+from kvrelay.mem_cache.host.host_tier import HostTier
+from kvrelay.mem_cache.host.tier_copies import CopyStream
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.pinned_pools import PinnedPools, Pinning
+from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.prefix_index import PrefixIndex
-from kvrelay.mem_cache.prefix_log import PageListener, PrefixLog
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex
+from kvrelay.mem_cache.prefix.prefix_log import PageListener, PrefixLog
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
-from kvrelay.mem_cache.storage_files import FileStore
-from kvrelay.mem_cache.storage_format import StorageFormat
-from kvrelay.mem_cache.tier_copies import CopyStream
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.storage.storage_files import FileStore
+from kvrelay.mem_cache.storage.storage_format import StorageFormat
 from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
 from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.worker_info import WorkerRole

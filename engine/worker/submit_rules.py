@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.engine.scheduler.request_trace import RequestTrace
-from kvrelay.wire.request import MAX_CHOICES, RequestKey, SubmitRequest
+from kvrelay.wire.submit import MAX_CHOICES, RequestKey, SubmitRequest
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -71,7 +71,7 @@ class SubmitRules:
 
 
 def submit_command(
-    submit: SubmitRequest, link: RouterLink, rules: SubmitRules, trace: RequestTrace | None = None
+    submit: SubmitRequest, link: RouterLink, rules: SubmitRules, trace: AttemptTrace | None = None
 ) -> Submit:
     """The engine's command for a router's submission.
 

@@ -24,14 +24,14 @@ from kvrelay.engine.worker.black_box import BlackBox
 from kvrelay.engine.worker.kv_events import KVEvents
 from kvrelay.engine.worker.loading import LoadedModel, load_model
 from kvrelay.engine.worker.quarantine import QuarantineLimit
-from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.engine.worker.weights_read import WeightsRead, weight_bytes
 from kvrelay.engine.worker.worker_lease import WorkerLease, lease_clock
+from kvrelay.engine.worker.worker_service import WorkerService
 from kvrelay.net.addresses import host_port
-from kvrelay.net.ends import bind, worker_server
-from kvrelay.net.metrics_server import MetricsServer
-from kvrelay.net.otlp import Fate, OtlpExporter, SpanCollector
+from kvrelay.net.channels import bind, worker_server
+from kvrelay.observe.metrics_server import MetricsServer
+from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.version import VERSION

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.kv_transfer.errors import ProtocolError
-from kvrelay.wire.hand_over import PageRun, Place
+from kvrelay.wire.hand_over import PagePlace, PageRun
 
 
 class AnnouncedPages:
@@ -56,10 +56,10 @@ class AnnouncedPages:
         return to_read
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PagePlace]:
         """The pages that were read, or will be, in the order of their announcements."""
         return [
-            Place(pool, page)
+            PagePlace(pool, page)
             for runs in self._to_read
             for pool, run in enumerate(runs)
             for page in range(run.first_page, run.end)

@@ -14,9 +14,9 @@ from kvrelay.wire.hand_over import (
     Grant,
     Held,
     History,
+    PagePlace,
     PageRun,
     PageSum,
-    Place,
     Released,
 )
 
@@ -59,7 +59,7 @@ class DecodeHandOver:
         return self.state is DecodeState.ANNOUNCED and not self._reads_running
 
     @property
-    def places_read(self) -> list[Place]:
+    def places_read(self) -> list[PagePlace]:
         """The pages that were read, or will be."""
         return self._announced.places
 

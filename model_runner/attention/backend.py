@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.dequantized_attention import (
     DequantizedAttention,
@@ -34,7 +35,6 @@ from kvrelay.model_runner.config.cuda_graphs import GraphRoom
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 
 logger = logging.getLogger(__name__)
 

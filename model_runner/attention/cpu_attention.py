@@ -8,20 +8,20 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from kvrelay.cpu_kernels.arrays import Array, address, as_array
+from kvrelay.cpu_kernels.attention.decode_attention import attend_rows
+from kvrelay.cpu_kernels.attention.pair_decode_attention import attend_rows_in_pairs
+from kvrelay.cpu_kernels.attention.pair_lanes import DIMENSIONS
+from kvrelay.cpu_kernels.attention.prefill_attention import attend_strips
+from kvrelay.cpu_kernels.attention.prefill_lanes import VECTORS
+from kvrelay.cpu_kernels.jit import has_float16
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.lanes import LANES, has_bfloat16_products
+from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
+from kvrelay.cpu_kernels.write_kv import write_kv
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, new_token_slots
 from kvrelay.model_runner.config.query_heads import QueryHeads
-from kvrelay.model_runner.kernels.arrays import Array, address, as_array
-from kvrelay.model_runner.kernels.decode_attention import attend_rows
-from kvrelay.model_runner.kernels.jit import has_float16
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
-from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
-from kvrelay.model_runner.kernels.pair_decode_attention import attend_rows_in_pairs
-from kvrelay.model_runner.kernels.pair_lanes import DIMENSIONS
-from kvrelay.model_runner.kernels.prefill_attention import attend_strips
-from kvrelay.model_runner.kernels.prefill_lanes import VECTORS
-from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
-from kvrelay.model_runner.kernels.write_kv import write_kv
 
 _SHARED_TOKENS = 1024
 """Attended to in a step: from so many a second thread saves more than its start costs."""

@@ -16,10 +16,10 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
+from kvrelay.device.device_streams import STEPS_IN_FLIGHT
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT
-from kvrelay.model_runner.attention.choice import AttentionSplits
+from kvrelay.model_runner.attention.attention_choice import AttentionSplits
 from kvrelay.model_runner.attention.device_table import DeviceTable, gather_page_ids
 from kvrelay.model_runner.attention.flashinfer_append import (
     AppendedTokens,

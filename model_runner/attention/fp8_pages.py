@@ -8,12 +8,12 @@ from typing import Final
 import numpy as np
 import torch
 
+from kvrelay.cpu_kernels.arrays import as_array
+from kvrelay.cpu_kernels.dequantize_kv import dequantize_pages
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import Int64Array
 from kvrelay.model_runner.config.kv_scale import KVScale
-from kvrelay.model_runner.kernels.arrays import as_array
-from kvrelay.model_runner.kernels.dequantize_kv import dequantize_pages
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.torch_options import pin_to_device
 
 FP8: Final = torch.float8_e4m3fn

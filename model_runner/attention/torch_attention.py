@@ -20,7 +20,7 @@ MIN_BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AttendedTokens:
     """New tokens of one sequence, attended for together, and what they see.
 
     ::
@@ -42,7 +42,9 @@ class Span:
     """``[end - start, V]``: what each new token sees; None if plain causal or everything."""
 
     @classmethod
-    def of(cls, start: int, end: int, position: int, page_table: Int32Array, pool: KVPool) -> Span:
+    def of(
+        cls, start: int, end: int, position: int, page_table: Int32Array, pool: KVPool
+    ) -> AttendedTokens:
         """The rows ``[start, end)``, the first of which is at `position` of its sequence.
 
         ``page_table [max_pages]`` is the sequence's.
@@ -120,7 +122,7 @@ class Span:
 
 def cut_spans(
     batch: ForwardBatch, index: int, page_table: Int32Array, pool: KVPool
-) -> Iterator[Span]:
+) -> Iterator[AttendedTokens]:
     """Sequence `index` of `batch`, cut so that little is computed outside of a window."""
     start, end = int(batch.query_start[index]), int(batch.query_start[index + 1])
     offset = int(batch.seq_lens[index]) - end
@@ -128,7 +130,7 @@ def cut_spans(
     block = max(window, MIN_BLOCK_TOKENS) if window else end - start
     for first in range(start, end, block):
         last = min(first + block, end)
-        yield Span.of(first, last, first + offset, page_table[index], pool)
+        yield AttendedTokens.of(first, last, first + offset, page_table[index], pool)
 
 
 def _mask(new: int, seen: int, window: int | None, device: torch.device) -> torch.Tensor | None:

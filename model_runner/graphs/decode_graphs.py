@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvrelay.device.device_streams import PASSED, DeviceEvent
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.streams import PASSED, Event
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
 from kvrelay.model_runner.attention.flashinfer_graphs import GraphStep
 from kvrelay.model_runner.batch import ForwardBatch, Int64Array
@@ -77,7 +77,7 @@ class DecodeGraphs:
         logits: torch.Tensor,
         capture: Capture,
         wait: Callable[[], None],
-        record: Callable[[], Event] = lambda: PASSED,
+        record: Callable[[], DeviceEvent] = lambda: PASSED,
     ) -> None:
         assert all(pool.reserved_pages for pool in pools), "each page may be a request's"
         self._decoder = decoder
@@ -88,7 +88,7 @@ class DecodeGraphs:
         self._capture = capture
         self._wait = wait
         self._record = record
-        self._filled: Event = PASSED
+        self._filled: DeviceEvent = PASSED
         """Behind the copies of the latest step's arrays."""
         self._inputs = StepInputs.zeros(room.sizes.largest, pools[0].data.device)
         self._graphs: dict[int, DecodeGraph] = {}

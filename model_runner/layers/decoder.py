@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.attention.backend import AttentionBackend, StepAttention
 from kvrelay.model_runner.batch import ForwardBatch, fill_input_ids, input_ids_on
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.elementwise import Elementwise, Rotation, softcap
 from kvrelay.model_runner.layers.feed_forward import make_feed_forward
 from kvrelay.model_runner.layers.hidden import Hidden

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from kvrelay.model_runner.kernels import elementwise as cpu_kernels
-from kvrelay.model_runner.kernels.arrays import address
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels import elementwise_kernels as cpu_kernels
+from kvrelay.cpu_kernels.arrays import address
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 
 SHARED_ELEMENTS = 1 << 17
 """From so many on a second thread saves more than its start costs, while the team is awake."""

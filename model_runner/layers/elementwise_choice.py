@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.elementwise import (
     CpuElementwise,
     Elementwise,

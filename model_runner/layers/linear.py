@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from kvrelay.model_runner.kernels.arrays import address
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
-from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
-from kvrelay.model_runner.kernels.product import PAIRS, PANEL, Unit, multiply
-from kvrelay.model_runner.kernels.product_floats import has_float_products
-from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
+from kvrelay.cpu_kernels.arrays import address
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.lanes import LANES, has_bfloat16_products
+from kvrelay.cpu_kernels.products.product import PAIRS, PANEL, Unit, multiply
+from kvrelay.cpu_kernels.products.product_floats import has_float_products
+from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers.batch_invariant import (
     RowBounds,
     RowwiseProduct,

@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
+from kvrelay.cpu_kernels.lanes import LINE_BYTES
 from kvrelay.mem_cache.pool import HUGE_PAGE, allocate_huge_pages
-from kvrelay.model_runner.kernels.lanes import LINE_BYTES
 
 BLOCK_BYTES: Final = 32 * HUGE_PAGE
 """Taken from the system at a time; what is not given away of it is never backed by memory."""

@@ -22,7 +22,7 @@ from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow, refusal
 from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.model_runner.torch_options import pin_to_device
 from kvrelay.wire.output import SampledToken, TokenLogprob
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 
 
 def samples_on(device: torch.device) -> bool:
@@ -124,7 +124,7 @@ def _has_triton() -> bool:
 
 def _kernels() -> ModuleType:
     """Where there is a CUDA device there is triton; elsewhere it is not imported."""
-    from kvrelay.model_runner.kernels import sampling_triton
+    from kvrelay.model_runner.sampling import sampling_triton
 
     return sampling_triton
 

@@ -16,11 +16,11 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.cpu_kernels.gumbel import WORDS_MULTIPLE, add_noise, random_words
+from kvrelay.cpu_kernels.nucleus import find_nucleus
 from kvrelay.model_runner.errors import NonFiniteLogitsError
-from kvrelay.model_runner.kernels.gumbel import WORDS_MULTIPLE, add_noise, random_words
-from kvrelay.model_runner.kernels.nucleus import find_nucleus
 from kvrelay.wire.output import SampledToken, TokenLogprob
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
 IdArray = npt.NDArray[np.int64]

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.deploy.load_generator.client import RequestRecord
+from kvrelay.deploy.load_generator.load_client import RequestRecord
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
 

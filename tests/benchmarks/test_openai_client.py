@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvrelay.deploy.load_generator.client import OK, WRONG_OUTPUT, Stopwatch
+from kvrelay.deploy.load_generator.load_client import OK, WRONG_OUTPUT, RunClock
 from kvrelay.deploy.load_generator.openai_client import (
     CompletionsClient,
     remote_prefill,
@@ -42,7 +42,7 @@ def client(
 ) -> CompletionsClient:
     prompts = Prompts(VOCAB_SIZE, (0,))
     return CompletionsClient(
-        session, server.base_url, "scripted", prompts, Stopwatch(), deadline_s, **more
+        session, server.base_url, "scripted", prompts, RunClock(), deadline_s, **more
     )
 
 

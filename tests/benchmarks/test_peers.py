@@ -13,8 +13,8 @@ from benchmarks.peers.loads import LoadNameError, NamedLoad, parse_lengths
 from benchmarks.peers.page import figures_of, goodput, write_page
 from benchmarks.peers.ratios import Spread, ratio, spread
 from benchmarks.peers.store import Key, Kind, Store
-from kvrelay.deploy.load_generator.client import Stopwatch
-from kvrelay.deploy.load_generator.report import Slo
+from kvrelay.deploy.load_generator.load_client import RunClock
+from kvrelay.deploy.load_generator.load_report import Slo
 from kvrelay.deploy.load_generator.trace import TraceRow
 from kvrelay.deploy.load_generator.workload import Poisson, shrink
 from tests.known import known
@@ -122,7 +122,7 @@ class TestInterference:
         assert known(found.prompts_ttft_ms).p50 == pytest.approx(500)
 
     async def test_prompts_arrive_for_as_long_as_the_streams_run(self, record):
-        clock = Stopwatch()
+        clock = RunClock()
         sent: list[int] = []
 
         async def send(job):
@@ -141,7 +141,7 @@ class TestInterference:
         async def send(job):
             return record(index=job.index)
 
-        found = await interfere(streams(0), None, send, Stopwatch())
+        found = await interfere(streams(0), None, send, RunClock())
         assert (found.prompts, known(found.itl_ms).count) == (0, STREAMS * 10)
 
 

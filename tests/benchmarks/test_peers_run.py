@@ -27,7 +27,7 @@ from benchmarks.peers.systems import (
     free_port,
     started,
 )
-from kvrelay.deploy.load_generator.report import Slo
+from kvrelay.deploy.load_generator.load_report import Slo
 from tests.benchmarks.completions_server import READY_LINE
 
 PLAN = Plan(

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from kvrelay.deploy.load_generator.client import PhaseSeconds
-from kvrelay.deploy.load_generator.report import Slo, Stats, summarise, tpot
+from kvrelay.deploy.load_generator.load_client import PhaseSeconds
+from kvrelay.deploy.load_generator.load_report import Slo, Stats, summarise, tpot
 from kvrelay.deploy.load_generator.table import render, table
 from kvrelay.deploy.load_generator.workload import ClosedLoop, Job, Workload
 from tests.known import known

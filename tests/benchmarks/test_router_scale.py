@@ -17,7 +17,7 @@ def test_every_request_is_answered_and_loads_are_few():
     assert figure.tokens == pytest.approx(5 * figure.requests, rel=0.2)  # and each one's end
     assert 0 < figure.loads <= 11 * load.workers * load.seconds
     assert 0 < figure.cores < 10
-    assert "router/worker_link.py" in dict(by_component(profile))
+    assert "router/placement/worker_link.py" in dict(by_component(profile))
 
 
 def test_loads_that_are_told_at_every_step_are_many_more():

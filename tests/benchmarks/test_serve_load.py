@@ -10,11 +10,10 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner
 
-from kvrelay.deploy.bench import bench as main
-from kvrelay.deploy.client import Access
-from kvrelay.deploy.load_generator.progress import Progress
-from kvrelay.deploy.load_generator.report import Slo
-from kvrelay.deploy.load_generator.session import Bounds, Results, Run, ServerError, bench
+from kvrelay.deploy.commands.bench import bench as main
+from kvrelay.deploy.load_generator.load_report import Slo
+from kvrelay.deploy.load_generator.measurement import Results, Run, RunBounds, ServerError, bench
+from kvrelay.deploy.load_generator.run_progress import RunProgress
 from kvrelay.deploy.load_generator.workload import (
     ClosedLoop,
     Load,
@@ -23,17 +22,18 @@ from kvrelay.deploy.load_generator.workload import (
     WorkloadError,
     fixed_workloads,
 )
+from kvrelay.deploy.reach.grpc_target import CommandAccess
 from tests.deploy.terminal import Terminal
 from tests.known import known
 
 from .completions_server import ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[2]
-BOUNDS = Bounds(max_seconds=30, deadline_s=20, warmup=0)
+BOUNDS = RunBounds(max_seconds=30, deadline_s=20, warmup=0)
 
 
 async def run_one(
-    service, load: Load, requests: int, bounds: Bounds = BOUNDS, slo: Slo | None = None
+    service, load: Load, requests: int, bounds: RunBounds = BOUNDS, slo: Slo | None = None
 ) -> Run:
     workloads = fixed_workloads([Shape(8, 4)], [load], requests, seed=0)
     results = await bench(service.address, workloads, bounds, slo or Slo())
@@ -42,7 +42,7 @@ async def run_one(
 
 async def test_closed_loop_keeps_its_slots_busy_and_sends_what_was_asked(service):
     service.pause_s = 0.005
-    run = await run_one(service, ClosedLoop(3), 9, Bounds(30, 20, warmup=2))
+    run = await run_one(service, ClosedLoop(3), 9, RunBounds(30, 20, warmup=2))
     assert service.most_running == 3
     assert run.report.requests.completed == 9
     assert run.report.output_tokens == 36
@@ -104,7 +104,7 @@ async def test_a_faulty_answer_is_a_failure_and_misses_the_slo(service, fault, s
 
 async def test_a_request_past_its_deadline_is_a_failure(service):
     service.faults = {0: "hang"}
-    run = await run_one(service, ClosedLoop(1), 2, Bounds(30, deadline_s=0.3, warmup=0))
+    run = await run_one(service, ClosedLoop(1), 2, RunBounds(30, deadline_s=0.3, warmup=0))
     assert run.report.requests.failures == {"DEADLINE_EXCEEDED": 1}
     assert run.report.requests.completed == 1
 
@@ -114,7 +114,7 @@ async def test_when_time_runs_out_the_rest_is_not_sent_and_the_running_are_waite
     service, load
 ):
     service.pause_s = 0.05
-    requests = (await run_one(service, load, 1000, Bounds(0.5, 20, warmup=0))).report.requests
+    requests = (await run_one(service, load, 1000, RunBounds(0.5, 20, warmup=0))).report.requests
     assert requests.failed == 0
     assert 1 <= requests.completed < 100
     assert requests.completed == len(service.requests)
@@ -124,7 +124,7 @@ async def test_when_time_runs_out_the_rest_is_not_sent_and_the_running_are_waite
 async def test_a_server_that_fails_the_warm_up_is_not_measured(service):
     service.faults = {0: "reject"}
     with pytest.raises(ServerError, match="warm-up request failed: RESOURCE_EXHAUSTED: busy"):
-        await run_one(service, ClosedLoop(1), 4, Bounds(30, 20, warmup=1))
+        await run_one(service, ClosedLoop(1), 4, RunBounds(30, 20, warmup=1))
     assert len(service.requests) == 1
 
 
@@ -250,7 +250,7 @@ def test_a_missing_matplotlib_is_named_before_anything_is_sent(monkeypatch):
 
 async def test_every_call_brings_the_token(service):
     [workload] = fixed_workloads([Shape(5, 3)], [ClosedLoop(1)], 2, seed=0)
-    await bench(service.address, [workload], BOUNDS, Slo(), Access(token="secret"))
+    await bench(service.address, [workload], BOUNDS, Slo(), CommandAccess(token="secret"))
     assert service.authorizations == ["Bearer secret"] * 4  # what it is, twice, and two requests
 
 
@@ -292,7 +292,7 @@ async def test_a_target_of_http_that_is_not_there(server: ScriptedServer):
 
 
 def test_progress_counts_requests_and_failures(record):
-    progress = Progress(3)
+    progress = RunProgress(3)
     with progress:
         progress.take(record())
         progress.take(record(status="UNAVAILABLE"))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrelay.deploy.local_ray import LocalRay
+from kvrelay.deploy.nodes.local_ray import LocalRay
 from tests.chaos.cells import (
     SESSION_PHASES,
     SHORT,

@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvrelay.engine.faults import Action, Event, Fault, Phase
+from kvrelay.engine.faults import Fault, FaultAction, FaultEvent, FaultPhase
 
 
 class Harm(StrEnum):
@@ -42,36 +42,36 @@ class Victim(StrEnum):
 
 
 MESSAGE_ACTIONS = {
-    Harm.DROP: Action.DROP,
-    Harm.DELAY: Action.DELAY,
-    Harm.DUPLICATE: Action.DUPLICATE,
-    Harm.FAIL: Action.FAIL,
+    Harm.DROP: FaultAction.DROP,
+    Harm.DELAY: FaultAction.DELAY,
+    Harm.DUPLICATE: FaultAction.DUPLICATE,
+    Harm.FAIL: FaultAction.FAIL,
 }
 BAD = "bad"
 """The request that breaks every forward that it is in."""
 FORWARD_FAULTS = {
-    Harm.HANG: Fault(Action.HANG, Event.FORWARD),
-    Harm.FAIL_FORWARD: Fault(Action.FAIL, Event.FORWARD),
-    Harm.FAIL_FORWARDS: Fault(Action.FAIL, Event.FORWARD, always=True),
-    Harm.FAIL_REQUEST: Fault(Action.FAIL, Event.FORWARD, request=BAD, always=True),
-    Harm.BREAK_DEVICE: Fault(Action.POISON, Event.FORWARD),
-    Harm.CRASH: Fault(Action.CRASH, Event.FORWARD),
+    Harm.HANG: Fault(FaultAction.HANG, FaultEvent.FORWARD),
+    Harm.FAIL_FORWARD: Fault(FaultAction.FAIL, FaultEvent.FORWARD),
+    Harm.FAIL_FORWARDS: Fault(FaultAction.FAIL, FaultEvent.FORWARD, always=True),
+    Harm.FAIL_REQUEST: Fault(FaultAction.FAIL, FaultEvent.FORWARD, request=BAD, always=True),
+    Harm.BREAK_DEVICE: Fault(FaultAction.POISON, FaultEvent.FORWARD),
+    Harm.CRASH: Fault(FaultAction.CRASH, FaultEvent.FORWARD),
 }
 SURVIVED = {Harm.FAIL_FORWARD, Harm.FAIL_REQUEST}
 """Faults of forwards that do not end their worker."""
 COMPUTES = {
-    Victim.PREFILL: Phase.PREFILLING,
-    Victim.DECODE: Phase.DECODING,
-    Victim.DECODE_ALONE: Phase.DECODING,
+    Victim.PREFILL: FaultPhase.PREFILLING,
+    Victim.DECODE: FaultPhase.DECODING,
+    Victim.DECODE_ALONE: FaultPhase.DECODING,
 }
 """The phase in which a worker's forwards compute a request."""
 EVENTS = {
-    (Victim.PREFILL, Phase.QUEUED): Event.ASK,
-    (Victim.PREFILL, Phase.ANNOUNCED): Event.ANNOUNCE,
-    (Victim.PREFILL, Phase.PULLED): Event.RELEASED,
-    (Victim.DECODE, Phase.PREFILLING): Event.GRANT,
-    (Victim.DECODE, Phase.PULLING): Event.PULL,
-    (Victim.DECODE, Phase.PULLED): Event.DONE,
+    (Victim.PREFILL, FaultPhase.QUEUED): FaultEvent.ASK,
+    (Victim.PREFILL, FaultPhase.ANNOUNCED): FaultEvent.ANNOUNCE,
+    (Victim.PREFILL, FaultPhase.PULLED): FaultEvent.RELEASED,
+    (Victim.DECODE, FaultPhase.PREFILLING): FaultEvent.GRANT,
+    (Victim.DECODE, FaultPhase.PULLING): FaultEvent.PULL,
+    (Victim.DECODE, FaultPhase.PULLED): FaultEvent.DONE,
 }
 """The message that a victim sends in a phase, or the read of pages that it starts."""
 ROUTER_STREAM = (
@@ -79,31 +79,42 @@ ROUTER_STREAM = (
     "it is to lose the stream, as when the router dies"
 )
 SENDS_NOTHING = {
-    (Victim.PREFILL, Phase.PREFILLING): "P says nothing between the grant and its first page",
-    (Victim.PREFILL, Phase.PULLING): "while D reads, P has nothing to say",
-    (Victim.PREFILL, Phase.DECODING): "the hand-over is over",
-    (Victim.PREFILL, Phase.RETRACTED): "the hand-over is over",
-    (Victim.DECODE, Phase.QUEUED): "D waits to be asked",
-    (Victim.DECODE, Phase.ANNOUNCED): "D answers an announcement by reading: see pulling",
-    (Victim.DECODE, Phase.DECODING): "the hand-over is over",
-    (Victim.DECODE, Phase.RETRACTED): "the hand-over is over",
+    (Victim.PREFILL, FaultPhase.PREFILLING): "P says nothing between the grant and its first page",
+    (Victim.PREFILL, FaultPhase.PULLING): "while D reads, P has nothing to say",
+    (Victim.PREFILL, FaultPhase.DECODING): "the hand-over is over",
+    (Victim.PREFILL, FaultPhase.RETRACTED): "the hand-over is over",
+    (Victim.DECODE, FaultPhase.QUEUED): "D waits to be asked",
+    (Victim.DECODE, FaultPhase.ANNOUNCED): "D answers an announcement by reading: see pulling",
+    (Victim.DECODE, FaultPhase.DECODING): "the hand-over is over",
+    (Victim.DECODE, FaultPhase.RETRACTED): "the hand-over is over",
 }
 COMPUTES_ELSEWHERE = (
     "P computes while it prefills and D while it decodes (D alone in one forward with both); a "
     "router computes nothing"
 )
 NOT_HANDED_OVER = "a prompt that D computes itself is not handed over"
-ALONE_PHASES = {Phase.QUEUED, Phase.PREFILLING, Phase.DECODING, Phase.RETRACTED, Phase.DRAINING}
+ALONE_PHASES = {
+    FaultPhase.QUEUED,
+    FaultPhase.PREFILLING,
+    FaultPhase.DECODING,
+    FaultPhase.RETRACTED,
+    FaultPhase.DRAINING,
+}
 DRAINS_ALIKE = "a hand-over is the same while its worker drains"
 ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is no such phase"
 
 
-SESSION_PHASES = (Phase.SAVING, Phase.BORROWING, Phase.PREFETCHING, Phase.WRITING_BACK)
+SESSION_PHASES = (
+    FaultPhase.SAVING,
+    FaultPhase.BORROWING,
+    FaultPhase.PREFETCHING,
+    FaultPhase.WRITING_BACK,
+)
 """The columns of the second table: of sessions, and of host memory below the device."""
-TIER_PHASES = (Phase.PREFETCHING, Phase.WRITING_BACK)
-STORAGE_PHASES = (Phase.STORING, Phase.FETCHING)
+TIER_PHASES = (FaultPhase.PREFETCHING, FaultPhase.WRITING_BACK)
+STORAGE_PHASES = (FaultPhase.STORING, FaultPhase.FETCHING)
 """They have no column: see `tests/cluster/test_kv_storage.py`."""
-PHASES = tuple(phase for phase in Phase if phase not in SESSION_PHASES + STORAGE_PHASES)
+PHASES = tuple(phase for phase in FaultPhase if phase not in SESSION_PHASES + STORAGE_PHASES)
 """The columns of the first one."""
 NOT_BROUGHT_BACK = (
     "what a prefill worker computes is read by the decode worker, which brings nothing back from "
@@ -141,7 +152,7 @@ class Cell:
 
     harm: Harm
     victim: Victim
-    phase: Phase
+    phase: FaultPhase
 
     def __str__(self) -> str:
         return f"{self.harm}, {self.victim}, {self.phase}"
@@ -154,7 +165,7 @@ class Cell:
         return Setup(self.victim is Victim.DECODE_ALONE, memory)
 
     @property
-    def event(self) -> Event | None:
+    def event(self) -> FaultEvent | None:
         """The message that is harmed; `None` if the harm is done to a process, or there is none."""
         return EVENTS.get((self.victim, self.phase)) if self.harm in MESSAGE_ACTIONS else None
 
@@ -163,7 +174,7 @@ class Cell:
         """Why this cell cannot be run; empty if it can."""
         if self.phase in SESSION_PHASES:
             return self._impossible_in_a_session
-        if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
+        if self.phase is FaultPhase.DRAINING and self.victim is Victim.ROUTER:
             return ROUTER_DRAINS
         if self.victim is Victim.DECODE_ALONE and (
             self.phase not in ALONE_PHASES or self.harm in MESSAGE_ACTIONS
@@ -173,7 +184,7 @@ class Cell:
             return "" if COMPUTES.get(self.victim) is self.phase else COMPUTES_ELSEWHERE
         if self.harm not in MESSAGE_ACTIONS or self.event is not None:
             return ""
-        if self.phase is Phase.DRAINING:
+        if self.phase is FaultPhase.DRAINING:
             return DRAINS_ALIKE
         if self.victim is Victim.ROUTER:
             return ROUTER_STREAM
@@ -181,12 +192,12 @@ class Cell:
 
     @property
     def _impossible_in_a_session(self) -> str:
-        if (self.victim, self.phase) == (Victim.DECODE_ALONE, Phase.BORROWING):
+        if (self.victim, self.phase) == (Victim.DECODE_ALONE, FaultPhase.BORROWING):
             return NOT_HANDED_OVER
         return NOT_BROUGHT_BACK if (self.victim, self.phase) == _BY_PREFILL else ""
 
 
-_BY_PREFILL = (Victim.DECODE, Phase.PREFETCHING)
+_BY_PREFILL = (Victim.DECODE, FaultPhase.PREFETCHING)
 
 
 def matrix() -> Iterator[Cell]:
@@ -205,22 +216,22 @@ def session_matrix() -> Iterator[Cell]:
 
 
 SHORT = (
-    Cell(Harm.KILL, Victim.PREFILL, Phase.PULLING),
-    Cell(Harm.DROP, Victim.DECODE, Phase.PULLED),
-    Cell(Harm.KILL, Victim.DECODE, Phase.DECODING),
-    Cell(Harm.DROP, Victim.PREFILL, Phase.ANNOUNCED),
-    Cell(Harm.KILL, Victim.ROUTER, Phase.DECODING),
-    Cell(Harm.DUPLICATE, Victim.DECODE, Phase.PULLING),
-    Cell(Harm.STOP_FOR_GOOD, Victim.DECODE, Phase.PULLED),
-    Cell(Harm.FAIL, Victim.PREFILL, Phase.ANNOUNCED),
-    Cell(Harm.RESTART, Victim.PREFILL, Phase.ANNOUNCED),
-    Cell(Harm.FAIL_REQUEST, Victim.DECODE, Phase.DECODING),
-    Cell(Harm.BREAK_DEVICE, Victim.DECODE, Phase.DECODING),
+    Cell(Harm.KILL, Victim.PREFILL, FaultPhase.PULLING),
+    Cell(Harm.DROP, Victim.DECODE, FaultPhase.PULLED),
+    Cell(Harm.KILL, Victim.DECODE, FaultPhase.DECODING),
+    Cell(Harm.DROP, Victim.PREFILL, FaultPhase.ANNOUNCED),
+    Cell(Harm.KILL, Victim.ROUTER, FaultPhase.DECODING),
+    Cell(Harm.DUPLICATE, Victim.DECODE, FaultPhase.PULLING),
+    Cell(Harm.STOP_FOR_GOOD, Victim.DECODE, FaultPhase.PULLED),
+    Cell(Harm.FAIL, Victim.PREFILL, FaultPhase.ANNOUNCED),
+    Cell(Harm.RESTART, Victim.PREFILL, FaultPhase.ANNOUNCED),
+    Cell(Harm.FAIL_REQUEST, Victim.DECODE, FaultPhase.DECODING),
+    Cell(Harm.BREAK_DEVICE, Victim.DECODE, FaultPhase.DECODING),
 )
 """The cells that `make chaos-short` runs, a few seconds each."""
 SHORT_ALONE = (
-    Cell(Harm.KILL, Victim.DECODE_ALONE, Phase.PREFILLING),
-    Cell(Harm.FAIL_REQUEST, Victim.DECODE_ALONE, Phase.DECODING),
-    Cell(Harm.RESTART, Victim.DECODE_ALONE, Phase.DECODING),
+    Cell(Harm.KILL, Victim.DECODE_ALONE, FaultPhase.PREFILLING),
+    Cell(Harm.FAIL_REQUEST, Victim.DECODE_ALONE, FaultPhase.DECODING),
+    Cell(Harm.RESTART, Victim.DECODE_ALONE, FaultPhase.DECODING),
 )
 """The same, on a cluster of decode workers alone."""

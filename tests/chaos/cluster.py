@@ -20,12 +20,12 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from kvrelay.deploy.address import Address
-from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.deploy.deployment import worker_configs
-from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
 from kvrelay.router.config import PlacementMode
@@ -71,7 +71,7 @@ def make_configs(
             debug_retract_every=retract_every if config.role == "decode" else 0,
             grpc_port=free_port() if config.name.endswith("-1") else 0,
         )
-        for config in worker_configs(options, Model("tiny", model))
+        for config in worker_configs(options, ModelFolder("tiny", model))
     ]
 
 

@@ -29,10 +29,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from kvrelay.deploy.local_ray import LocalRay
-from kvrelay.deploy.models import resolve_model, users_models
-from kvrelay.deploy.options import DEFAULT_MODEL
-from kvrelay.engine.faults import Action, Event, Fault, Phase
+from kvrelay.deploy.nodes.local_ray import LocalRay
+from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+from kvrelay.engine.faults import Fault, FaultAction, FaultEvent, FaultPhase
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.load import Case, Expected, Load, Outcome, check, make_cases
 from tests.chaos.signals import Signals
@@ -85,16 +85,24 @@ class Memory:
 def random_fault(rng: random.Random, chaos: ChaosCluster) -> tuple[str, Fault]:
     """A random fault, and the name of the worker to arm it on."""
     if rng.random() < 0.6:
-        event = rng.choice(list(Event))
-        action = rng.choice([Action.DELAY, Action.DUPLICATE, Action.FAIL, Action.DROP])
-        sent_by_decode = event in (Event.GRANT, Event.DONE, Event.PULL)
+        event = rng.choice(list(FaultEvent))
+        action = rng.choice(
+            [FaultAction.DELAY, FaultAction.DUPLICATE, FaultAction.FAIL, FaultAction.DROP]
+        )
+        sent_by_decode = event in (FaultEvent.GRANT, FaultEvent.DONE, FaultEvent.PULL)
         name = f"{'decode' if sent_by_decode else 'prefill'}-{rng.randrange(2)}"
         return name, Fault(action, event, nth=rng.randint(1, 4), seconds=rng.random())
-    action = rng.choice([Action.KILL, Action.KILL, Action.STOP])
-    seconds = rng.choice([0.0, 1.0, 3.0]) if action is Action.STOP else 0.0
+    action = rng.choice([FaultAction.KILL, FaultAction.KILL, FaultAction.STOP])
+    seconds = rng.choice([0.0, 1.0, 3.0]) if action is FaultAction.STOP else 0.0
     own = {
-        "prefill": [Phase.QUEUED, Phase.PREFILLING, Phase.ANNOUNCED],
-        "decode": [Phase.QUEUED, Phase.ANNOUNCED, Phase.PULLING, Phase.PULLED, Phase.DECODING],
+        "prefill": [FaultPhase.QUEUED, FaultPhase.PREFILLING, FaultPhase.ANNOUNCED],
+        "decode": [
+            FaultPhase.QUEUED,
+            FaultPhase.ANNOUNCED,
+            FaultPhase.PULLING,
+            FaultPhase.PULLED,
+            FaultPhase.DECODING,
+        ],
     }
     role = rng.choice(["prefill", "decode"])
     return f"{role}-1", Fault(action, rng.choice(own[role]), rng.randint(1, 4), seconds=seconds)

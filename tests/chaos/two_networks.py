@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvrelay.deploy.worker_host import BUILDERS, BuildWorker, Worker
+from kvrelay.deploy.nodes.worker_host import BUILDERS, BuildWorker, HostedWorker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.wire.worker_info import WorkerRole
@@ -81,7 +81,7 @@ def two_networks(rate: str = RATE) -> Iterator[Link]:
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
-def _build_apart(namespace: str, build: BuildWorker, config: WorkerConfig) -> Worker:
+def _build_apart(namespace: str, build: BuildWorker, config: WorkerConfig) -> HostedWorker:
     """A worker whose NIXL agent is in a network namespace of its own, and speaks TCP."""
     os.environ["UCX_TLS"] = "tcp"
     os.environ["UCX_NET_DEVICES"] = DEVICE

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.local_ray import LocalRay
-from kvrelay.deploy.local_ray import ray as ray_module
-from kvrelay.deploy.worker_host import BUILDERS
+from kvrelay.deploy.nodes.local_ray import LocalRay
+from kvrelay.deploy.nodes.local_ray import ray as ray_module
+from kvrelay.deploy.nodes.worker_host import BUILDERS
 from kvrelay.wire.worker_info import WorkerRole
 from tests.checkpoints import make_checkpoint
 from tests.cluster import obedient_worker
@@ -34,6 +34,6 @@ def obedient_workers(ray) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for role in WorkerRole:
             patch.setitem(BUILDERS, role, ObedientWorker)
-        patch.setattr("kvrelay.deploy.worker_host.WorkerHost", ObedientHost)
+        patch.setattr("kvrelay.deploy.nodes.worker_host.WorkerHost", ObedientHost)
         yield
     ray_module.cloudpickle.unregister_pickle_by_value(obedient_worker)

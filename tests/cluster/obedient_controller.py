@@ -14,9 +14,9 @@ import signal
 from pathlib import Path
 from typing import ClassVar
 
-from kvrelay.deploy import worker_host
-from kvrelay.deploy.controller_host import ControllerHost
-from kvrelay.deploy.key_value_store import KeyValueStore
+from kvrelay.deploy.controller.controller_host import ControllerHost
+from kvrelay.deploy.controller.records.key_value_store import KeyValueStore
+from kvrelay.deploy.nodes import worker_host
 from kvrelay.options.observing import LogFormat
 from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.obedient_worker import ObedientHost, ObedientWorker

@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-from kvrelay.deploy.worker_host import BuildWorker, WorkerHost
+from kvrelay.deploy.nodes.worker_host import BuildWorker, WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker_lease import WorkerLease
 from kvrelay.wire.worker_info import WorkerInfo

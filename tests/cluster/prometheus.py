@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.ports import free_port
 
-RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yml"
+RULES = Path(__file__).parents[2] / "deploy" / "charts" / "prometheus" / "rules.yml"
 _PROGRAM = shutil.which("prometheus")
 MISSING = "needs prometheus" if _PROGRAM is None else ""
 """Why none can be started; empty if one can."""

@@ -16,11 +16,11 @@ import grpc
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.deployment import Deployment, deployed
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import ServeOptions
-from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.serve_options import ServeOptions
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.engine.worker.load_reports import INTERVAL_SECONDS
 from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
@@ -158,9 +158,9 @@ async def running(
         **{"placement": PlacementMode.DISAGGREGATED, **options},
     )
     draft = options.get("draft_model")
-    model = Model(path.name, path, draft_path=Path(draft) if draft else None)
+    model = ModelFolder(path.name, path, draft_path=Path(draft) if draft else None)
     async with (
-        deployed(serve, model, Progress(io.StringIO())) as deployment,
+        deployed(serve, model, StartProgress(io.StringIO())) as deployment,
         _channel(deployment.router.grpc_address, credentials) as channel,
     ):
         yield RunningCluster(inference_pb2_grpc.InferenceServiceStub(channel), deployment)

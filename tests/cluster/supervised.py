@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from kvrelay.deploy.cluster import Cluster
-from kvrelay.deploy.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.cluster_thread import ClusterThread
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 

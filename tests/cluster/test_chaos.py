@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrelay.deploy.incarnation import Incarnation
-from kvrelay.deploy.local_ray import ray as ray_itself
-from kvrelay.engine.faults import Action, Event, Fault
+from kvrelay.deploy.controller.incarnation import Incarnation
+from kvrelay.deploy.nodes.local_ray import ray as ray_itself
+from kvrelay.engine.faults import Fault, FaultAction, FaultEvent
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import SHORT, Cell, Harm
 from tests.chaos.cluster import ChaosCluster, chaos_cluster, wake
@@ -55,7 +55,7 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
     """The reads begin when their request has long gone, and others have come."""
     cases = list(expected)
     for number in range(2):
-        late = [Fault(Action.DELAY, Event.PULL, nth=n, seconds=0.5) for n in range(1, 4)]
+        late = [Fault(FaultAction.DELAY, FaultEvent.PULL, nth=n, seconds=0.5) for n in range(1, 4)]
         await chaos.arm(f"decode-{number}", *late)
     aborted = [
         asyncio.create_task(ask(chaos.router.stub, case, 60.0, Abort(1))) for case in cases[:3]

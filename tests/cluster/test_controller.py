@@ -14,22 +14,22 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.deploy.controller_host import ControllerReport, Stage
-from kvrelay.deploy.controller_spec import SPEC, ControllerSpec
-from kvrelay.deploy.detached import (
+from kvrelay.deploy.controller.controller_host import ControllerReport, Stage
+from kvrelay.deploy.controller.controller_spec import SPEC, ControllerSpec
+from kvrelay.deploy.controller.detached import (
     CONTROLLER,
     bring_up,
     end_cluster,
     start_controller,
     until_leading,
 )
+from kvrelay.deploy.controller.records.ray_store import RayStore
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.left_over import named_actor
-from kvrelay.deploy.local_ray import ray as ray_module
-from kvrelay.deploy.model_copy import ModelSource, offer_for_good
-from kvrelay.deploy.named_groups import find_groups
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.ray_store import RayStore
+from kvrelay.deploy.nodes.left_over import named_actor
+from kvrelay.deploy.nodes.local_ray import ray as ray_module
+from kvrelay.deploy.nodes.model_copy import ModelSource, offer_for_good
+from kvrelay.deploy.nodes.named_groups import find_groups
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
 from tests.cluster import obedient_controller, obedient_worker
 from tests.cluster.obedient_controller import DIED, DIES, ObedientController

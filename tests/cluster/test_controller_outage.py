@@ -19,20 +19,20 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.deploy.address import Address
-from kvrelay.deploy.client import OPEN
-from kvrelay.deploy.cluster_status import ask
-from kvrelay.deploy.detached import end_cluster, start_controller, until_leading
-from kvrelay.deploy.find_controller import Controller
-from kvrelay.deploy.joined_ray import namespace_of
-from kvrelay.deploy.local_ray import ray as ray_module
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import RouterProcessOptions
-from kvrelay.deploy.ray_store import RayStore
-from kvrelay.deploy.router import _discovery
+from kvrelay.deploy.commands.controller_status import ask
+from kvrelay.deploy.commands.router import _discovery
+from kvrelay.deploy.commands.up import make_spec
+from kvrelay.deploy.controller.detached import end_cluster, start_controller, until_leading
+from kvrelay.deploy.controller.records.ray_store import RayStore
+from kvrelay.deploy.nodes.joined_ray import namespace_of
+from kvrelay.deploy.nodes.local_ray import ray as ray_module
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.serve_options import RouterProcessOptions
+from kvrelay.deploy.options.up_options import UpOptions
+from kvrelay.deploy.reach.find_controller import Controller
+from kvrelay.deploy.reach.grpc_target import OPEN
 from kvrelay.deploy.router_config import router_config
-from kvrelay.deploy.up import make_spec
-from kvrelay.deploy.up_options import UpOptions
 from kvrelay.router.config import PlacementMode
 from kvrelay.router.router import Router
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
@@ -87,7 +87,7 @@ async def routed(path: Path, name: str, **more: Any) -> AsyncIterator[Routed]:
     """Args: more: options of the workers."""
     head = ray_module.get_runtime_context().gcs_address
     namespace = namespace_of(name)
-    model = Model("tiny", path)
+    model = ModelFolder("tiny", path)
     shared: dict[str, Any] = {"dtype": "float32", "placement": PlacementMode.DISAGGREGATED}
     options = UpOptions(
         ray_address=head,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.address import DEFAULT_GRPC
+from kvrelay.deploy.options.listen_address import DEFAULT_GRPC
 from tests.cluster.commands import example, python
 from tests.cluster.in_process import InProcess, in_process
 

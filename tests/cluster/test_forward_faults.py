@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.cluster.running import RunningCluster, running

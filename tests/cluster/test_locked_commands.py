@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from kvrelay.deploy.local_ray import ray as ray_module
+from kvrelay.deploy.nodes.local_ray import ray as ray_module
 from kvrelay.net.tls import TlsFiles
 from tests.certificates import Authority
 from tests.cluster.commands import kvrelay

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from kvrelay.deploy.deployment import Deployment, deployed
-from kvrelay.deploy.local_ray import ray as ray_module
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import ServeOptions
-from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.nodes.local_ray import ray as ray_module
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.options.serve_options import ServeOptions
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.options.observing import LogFormat
 from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
@@ -44,8 +44,8 @@ async def test_no_log_has_prompts_or_outputs(
         debug_faults="decode-0/fail:pull:2,prefill-0/drop:announce:8",
         worker_timeout=3.0,
     )
-    progress = Progress(io.StringIO())
-    model = Model(tiny.name, tiny)
+    progress = StartProgress(io.StringIO())
+    model = ModelFolder(tiny.name, tiny)
     async with deployed(options, model, progress, log_level=logging.DEBUG) as deployment:
         started = {worker.incarnation for worker in deployment.cluster.workers.values()}
         outputs = await _drive(deployment)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy import model_copy
 from kvrelay.deploy.errors import ClusterError, ModelError
-from kvrelay.deploy.model_copy import Files, files_of, local_copy, offering
+from kvrelay.deploy.nodes import model_copy
+from kvrelay.deploy.nodes.model_copy import Files, files_of, local_copy, offering
 
 ELSEWHERE = Path("/on/another/machine/tiny")
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.net import tls
-from kvrelay.net.ends import worker_credentials
+from kvrelay.net.channels import worker_credentials
 from kvrelay.net.tls import TlsFiles
 from kvrelay.prefill_worker.worker import build
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from docs.tools.dashboards.pages import DASHBOARDS
-from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
 from kvrelay.v1 import inference_pb2 as pb
 from tests.cluster.prometheus import MISSING, RULES, Prometheus, scraping

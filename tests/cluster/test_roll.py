@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.deploy.cluster import Cluster
-from kvrelay.deploy.rolls import FIRST
-from kvrelay.router.admin import RollOrder, ScalePhase
+from kvrelay.deploy.controller.changes.replacement_order import FIRST
+from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.operators.admin_service import RollOrder, ScalePhase
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc
 from kvrelay.wire.cluster_state import WorkerPhase
 from tests.cluster.commands import kvrelay

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvrelay.engine.config import Speculation
-from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.leases.lease import Lease
 from tests.cluster.in_process import InProcess, in_process
 from tests.cluster.test_sessions import SAMPLING, Chat, resumed, some_tokens
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.cluster import Cluster
-from kvrelay.deploy.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.operators.admin_service import DrainPhase
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.local_ray import ray as ray_module
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.worker_actor import WorkerActor
-from kvrelay.deploy.worker_end import WorkerEnd
-from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.router.admin import DrainPhase
+from kvrelay.deploy.nodes.local_ray import ray as ray_module
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.nodes.worker_actor import WorkerActor
+from kvrelay.deploy.nodes.worker_end import WorkerEnd
+from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.router.errors import CannotDrain, UnknownWorker
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.cluster.obedient_worker import ObedientHost, give_order

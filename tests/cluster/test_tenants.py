@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvrelay.router.auth import bearer
+from kvrelay.router.access.auth import bearer
 from kvrelay.v1 import inference_pb2 as pb
 from tests.cluster.in_process import in_process
 from tests.cluster.running import Cluster

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from kvrelay.net.ends import worker_credentials
+from kvrelay.net.channels import worker_credentials
 from kvrelay.net.tls import TlsFiles
 from kvrelay.v1 import (
     hand_over_pb2,

@@ -26,20 +26,20 @@ from kvrelay.decode_worker.hand_over_stream import (
     StreamLost,
 )
 from kvrelay.engine.scheduler.commands import Inbox, Misdirected
-from kvrelay.kv_transfer import scratch
+from kvrelay.kv_transfer import scratch_pages
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.nixl_endpoint import NixlTransfer
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.prefill_worker.hand_over_service import HandOverService
 from kvrelay.prefill_worker.request import StreamMessage, StreamOpened
-from kvrelay.prefill_worker.service import HandOverService
 from kvrelay.v1 import hand_over_pb2_grpc
 from kvrelay.wire.hand_over import Heartbeat
 from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.output import FailureReason
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerAddress
 from tests.ports import free_port
 
@@ -319,7 +319,7 @@ async def test_a_pair_that_cannot_be_read_is_refused(
 ) -> None:
     inbox = ReadInbox()
     client = make_client(agent, inbox)
-    monkeypatch.setattr(scratch, "scratch_byte", lambda name, page, layer: 7)
+    monkeypatch.setattr(scratch_pages, "scratch_byte", lambda name, page, layer: 7)
     client.deliver(OpenStream(stream_to(prefill.peer)))
     assert "other bytes" in (await inbox.next(PeerProbed)).transport.refusal
     lost = await inbox.next(StreamLost)

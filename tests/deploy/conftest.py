@@ -35,4 +35,4 @@ def kvrelay(server: str) -> Kvrelay:
 @pytest.fixture
 def no_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """No port that is in use is waited for."""
-    monkeypatch.setattr("kvrelay.deploy.address.RELEASE_SECONDS", 0)
+    monkeypatch.setattr("kvrelay.deploy.options.listen_address.RELEASE_SECONDS", 0)

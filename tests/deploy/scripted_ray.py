@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.cluster import Cluster
-from kvrelay.deploy.key_value_store import InProcessStore
-from kvrelay.deploy.local_ray import ray as real_ray
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.records import Started, WorkerRecord
-from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore
+from kvrelay.deploy.controller.records.records import Started, WorkerRecord
+from kvrelay.deploy.nodes.local_ray import ray as real_ray
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.cluster_state import WorkerPhase
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -213,10 +213,10 @@ class Stopping(InProcessStore):
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.deploy.supervisor.WorkerActor", Handle)
-    monkeypatch.setattr("kvrelay.deploy.pauses._FIRST_SECONDS", 0.001)
+    monkeypatch.setattr("kvrelay.deploy.controller.supervisor.WorkerActor", Handle)
+    monkeypatch.setattr("kvrelay.deploy.bounded_waits._FIRST_SECONDS", 0.001)
     monkeypatch.setattr(
-        "kvrelay.deploy.placement.PlacementGroupSchedulingStrategy",
+        "kvrelay.deploy.nodes.ray_places.PlacementGroupSchedulingStrategy",
         lambda group, placement_group_bundle_index: (group.name, placement_group_bundle_index),
     )
 
@@ -228,9 +228,9 @@ async def make_world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
     def make() -> World:
         world = World()
         made.append(world)
-        monkeypatch.setattr("kvrelay.deploy.placement.ray", world)
+        monkeypatch.setattr("kvrelay.deploy.nodes.ray_places.ray", world)
         monkeypatch.setattr(
-            "kvrelay.deploy.placement.find_groups", lambda namespace: dict(world.groups)
+            "kvrelay.deploy.nodes.ray_places.find_groups", lambda namespace: dict(world.groups)
         )
         for module in ("adoption", "cluster"):
             monkeypatch.setattr(f"kvrelay.deploy.{module}.end_left_over", world.end_left_over)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy import cluster
-from kvrelay.deploy.broken import BROKEN
-from kvrelay.deploy.cluster_thread import ClusterThread
-from kvrelay.deploy.controller_host import ControllerHost
-from kvrelay.deploy.controller_spec import SPEC, ControllerSpec
-from kvrelay.deploy.key_value_store import InProcessStore, KeyValueStore
-from kvrelay.deploy.placement import PlacementPlan
+from kvrelay.deploy.controller import cluster
+from kvrelay.deploy.controller.broken_process import BROKEN
+from kvrelay.deploy.controller.cluster_thread import ClusterThread
+from kvrelay.deploy.controller.controller_host import ControllerHost
+from kvrelay.deploy.controller.controller_spec import SPEC, ControllerSpec
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore, KeyValueStore
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
 
 SECONDS = 20
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.http_target import HttpTarget
+from kvrelay.deploy.reach.http_target import HttpTarget
 
 from .terminal import Terminal
 
@@ -166,7 +166,7 @@ def test_a_server_that_is_not_there_is_said(server: ChatServer):
 
 
 def test_a_server_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvrelay.deploy.chat._START_SECONDS", 0.1)
+    monkeypatch.setattr("kvrelay.deploy.commands.chat._START_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = CliRunner().invoke(main, ["chat", "--url", url], input="hi")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.client import Access
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.reach.grpc_target import CommandAccess
 from kvrelay.net.tls import CurrentTls, TlsFiles
 from tests.certificates import Authority
 
@@ -107,11 +107,11 @@ def test_a_bad_token_in_the_environment_is_wrong_usage(
 def test_a_token_does_not_travel_in_plain_text():
     elsewhere, here = Address("192.0.2.1", 50051), Address("127.0.0.1", 50051)
     with pytest.raises(DeployError, match=r"^192\.0\.2\.1:50051: .* plain text: give --ca"):
-        Access(token="secret").check(elsewhere)
-    Access(token="secret").check(here)
-    Access(token="secret", tls=True).check(elsewhere)
-    Access().check(elsewhere)
-    assert "secret" not in repr(Access(token="secret"))
+        CommandAccess(token="secret").check(elsewhere)
+    CommandAccess(token="secret").check(here)
+    CommandAccess(token="secret", tls=True).check(elsewhere)
+    CommandAccess().check(elsewhere)
+    assert "secret" not in repr(CommandAccess(token="secret"))
 
 
 def run(*arguments: str) -> Result:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.deploy import serve as serve_module
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.commands import serve as serve_module
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.options.memory_share import MemoryShare
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import grpc
 
-from kvrelay.deploy.controller_host import _serve
-from kvrelay.deploy.controller_spec import ControllerSpec
-from kvrelay.deploy.key_value_store import InProcessStore
-from kvrelay.deploy.placement import PlacementPlan
+from kvrelay.deploy.controller.controller_host import _serve
+from kvrelay.deploy.controller.controller_spec import ControllerSpec
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
 from tests.deploy import scripted_ray
 from tests.deploy.scripted_ray import World, make_cluster

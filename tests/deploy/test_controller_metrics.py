@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.deploy.controller_metrics import METRICS, ControllerMetrics
-from kvrelay.deploy.membership import Membership
-from kvrelay.deploy.rolls import Replacement, Revision, Roll
-from kvrelay.deploy.worker_end import WorkerEnd
+from kvrelay.deploy.controller.changes.replacement_order import Replacement, Revision, Roll
+from kvrelay.deploy.controller.controller_metrics import METRICS, ControllerMetrics
+from kvrelay.deploy.controller.membership import Membership
+from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.wire.worker_info import WorkerRole
 from tests.worker_infos import worker_info
@@ -70,7 +70,9 @@ def test_the_cause_of_a_failure():
 
 def test_a_roll_that_goes_on_stops_and_is_undone(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    monkeypatch.setattr("kvrelay.deploy.controller_metrics.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "kvrelay.deploy.controller.controller_metrics.time.monotonic", lambda: now[0]
+    )
     metrics = ControllerMetrics("m", Membership().discovery, list)
     served = CollectorRegistry(auto_describe=True)
     served.register(metrics.registry)

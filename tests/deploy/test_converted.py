@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.converted import MANIFEST, ConvertedModels, sha256_of
+from kvrelay.deploy.nodes.converted import MANIFEST, ConvertedModels, sha256_of
 
 
 class Converter:

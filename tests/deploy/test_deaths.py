@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.deploy.deaths import Deaths
+from kvrelay.deploy.controller.records.deaths import Deaths
 
 
 def test_every_worker_that_lived_is_told_in_order_and_once():

@@ -23,9 +23,9 @@ from kvrelay.deploy.examination.facts import (
     rdma_ports,
     transparent_huge_pages,
 )
-from kvrelay.deploy.examination.findings import Finding, Level, Node, Pair, findings_of
+from kvrelay.deploy.examination.findings import Finding, Level, Node, NodePair, findings_of
 from kvrelay.deploy.examination.rounds import rounds
-from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.wire.version import VERSION
 
 RayError = ray.exceptions.RayError
@@ -47,7 +47,7 @@ NODE = Node("a1 (10.0.0.2)", facts=HERE)
 RDMA = {"rdma_ports": ("mlx5_0:1",)}
 
 
-def found(*nodes: Node, pairs: Sequence[Pair] = ()) -> list[Finding]:
+def found(*nodes: Node, pairs: Sequence[NodePair] = ()) -> list[Finding]:
     return findings_of(nodes, pairs, HERE, 2 << 20)
 
 
@@ -122,8 +122,11 @@ def test_the_node_with_another_model_is_named():
 
 
 def test_pairs_are_judged_by_the_others():
-    pairs = [Pair("a", "b", 2e9, "UCX", ("tcp/eth0",)), Pair("b", "a", 3e9, "UCX")]
-    pairs += [Pair("a", "c", 0.9e9, "UCX"), Pair("c", "a", refusal="c was not read in 10 s")]
+    pairs = [NodePair("a", "b", 2e9, "UCX", ("tcp/eth0",)), NodePair("b", "a", 3e9, "UCX")]
+    pairs += [
+        NodePair("a", "c", 0.9e9, "UCX"),
+        NodePair("c", "a", refusal="c was not read in 10 s"),
+    ]
     said = found(pairs=pairs)
     assert [finding.level for finding in said] == [OK, OK, WARN, FAIL]
     assert said[0].where == "a reads from b"
@@ -222,7 +225,7 @@ async def hang(*_: object) -> NoReturn:
     raise AssertionError
 
 
-async def examined(**actors: ScriptedExaminer) -> tuple[dict[str, Node], dict[str, Pair]]:
+async def examined(**actors: ScriptedExaminer) -> tuple[dict[str, Node], dict[str, NodePair]]:
     seats = [Seat(name, actor) for name, actor in actors.items()]
     nodes, pairs = await examine(seats, Wanted())
     return {node.name: node for node in nodes}, {str(pair): pair for pair in pairs}

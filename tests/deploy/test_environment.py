@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.environment import Environment
 from kvrelay.deploy.errors import DeployError
+from kvrelay.deploy.options.environment import Environment
 
 
 def test_the_cache_is_where_xdg_says():

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.generate_output import PlainText
+from kvrelay.deploy.commands.generate_output import PlainText
 from kvrelay.v1 import inference_pb2 as pb
 
 from .conftest import Kvrelay

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from kvrelay.deploy import http_target
-from kvrelay.deploy.client import Access
-from kvrelay.deploy.http_target import HttpTarget
+from kvrelay.deploy.reach import http_target
+from kvrelay.deploy.reach.grpc_target import CommandAccess
+from kvrelay.deploy.reach.http_target import HttpTarget
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -24,7 +24,7 @@ async def test_idle_connections_are_closed_before_the_server_closes_them(monkeyp
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with HttpTarget.parse(f"http://127.0.0.1:{port}").session(Access()) as session:
+        async with HttpTarget.parse(f"http://127.0.0.1:{port}").session(CommandAccess()) as session:
             async with session.get(f"http://127.0.0.1:{port}/") as response:
                 assert await response.json(content_type=None) == {}
             async with asyncio.timeout(10):

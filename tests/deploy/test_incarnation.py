@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.deploy.incarnation import Incarnation
-from kvrelay.deploy.leases import Leases, LeaseTimes
-from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.records import Started
-from kvrelay.deploy.watcher import Watcher
-from kvrelay.deploy.worker_actor import WorkerActor
-from kvrelay.deploy.worker_end import WorkerEnd
-from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.deploy.worker_process import ProcessIdentity, _start_ticks
+from kvrelay.deploy.controller.incarnation import Incarnation
+from kvrelay.deploy.controller.records.leases import Leases, LeaseTimes
+from kvrelay.deploy.controller.records.records import Started
+from kvrelay.deploy.controller.watcher import Watcher
+from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.worker_actor import WorkerActor
+from kvrelay.deploy.nodes.worker_end import WorkerEnd
+from kvrelay.deploy.nodes.worker_host import WorkerHost
+from kvrelay.deploy.nodes.worker_process import ProcessIdentity, _start_ticks
 from kvrelay.engine.worker.worker_lease import Renewal, boottime
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.worker_infos import worker_info

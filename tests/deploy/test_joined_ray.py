@@ -13,8 +13,8 @@ from ray.core.generated import gcs_service_pb2 as pb
 from ray.core.generated import gcs_service_pb2_grpc
 
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.joined_ray import JoinedRay
-from kvrelay.deploy.local_ray import ray
+from kvrelay.deploy.nodes.joined_ray import JoinedRay
+from kvrelay.deploy.nodes.local_ray import ray
 
 
 class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):  # type: ignore[misc]

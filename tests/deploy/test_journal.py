@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.journal import Journal
-from kvrelay.deploy.key_value_store import InProcessStore, StoreError
-from kvrelay.deploy.leases import Leases
-from kvrelay.deploy.records import (
+from kvrelay.deploy.controller.changes.replacement_order import Replacement, Revision, Roll
+from kvrelay.deploy.controller.changes.wanted import Changes
+from kvrelay.deploy.controller.records.journal import Journal
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore, StoreError
+from kvrelay.deploy.controller.records.leases import Leases
+from kvrelay.deploy.controller.records.records import (
     VERSION,
+    ActorPlace,
+    ClusterPhase,
     ClusterRecord,
-    Phase,
-    Place,
     Records,
     Started,
     WorkerRecord,
 )
-from kvrelay.deploy.rolls import Replacement, Revision, Roll
-from kvrelay.deploy.wanted import Changes
-from kvrelay.deploy.worker_process import ProcessIdentity
+from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.nodes.worker_process import ProcessIdentity
 from kvrelay.wire.worker_info import WorkerRole
 from tests.deploy.test_incarnation import INFO
 from tests.deploy.test_leases import TIMES
@@ -32,7 +32,7 @@ PLANNED = WorkerRecord("decode-0", D)
 STARTED = WorkerRecord(
     "decode-0",
     D,
-    Place("group", 3),
+    ActorPlace("group", 3),
     Started(INFO, ProcessIdentity("boot", "pid:[1]", 7, 8), "10.0.0.1"),
     draining=True,
     removing=True,
@@ -54,7 +54,7 @@ def test_records_are_read_as_they_were_written():
     left = (Replacement(D, "decode-0", "decode-1"),)
     roll = Roll(Revision(2, {"chunk_tokens": "7"}), left, 2, 1, 0, {D: 2}, "no room")
     rolled = ClusterRecord(revision=Revision(1), previous=Revision(), roll=roll)
-    serving = ClusterRecord(Phase.SERVING, frozenset({"a", "b"}), change)
+    serving = ClusterRecord(ClusterPhase.SERVING, frozenset({"a", "b"}), change)
     for cluster in (ClusterRecord(), serving, rolled):
         assert ClusterRecord.from_bytes(cluster.to_bytes()) == cluster
 
@@ -69,7 +69,7 @@ async def test_a_successor_has_all_that_was_written_and_nothing_that_was_struck_
     store = InProcessStore()
     first, before = await take_over(store, 1)
     assert before is None
-    await first.write_cluster(phase=Phase.SERVING)
+    await first.write_cluster(phase=ClusterPhase.SERVING)
     await first.add_worker(PLANNED)
     await first.add_worker(replace(PLANNED, name="decode-1"))
     await first.write_worker("decode-0", place=STARTED.place, started=STARTED.started)
@@ -79,7 +79,7 @@ async def test_a_successor_has_all_that_was_written_and_nothing_that_was_struck_
     await first.remove_death("decode-9-1")
     second, before = await take_over(store, 2)
     workers = {"decode-0": replace(STARTED, draining=False, removing=False)}
-    expected = Records(ClusterRecord(Phase.SERVING), workers, frozenset({"decode-9-2"}))
+    expected = Records(ClusterRecord(ClusterPhase.SERVING), workers, frozenset({"decode-9-2"}))
     assert before == expected
     assert (second.cluster, second.workers) == (expected.cluster, expected.workers)
     assert not [key for key in await store.keys("") if key.startswith("records/1/")]
@@ -114,7 +114,7 @@ class FailingStore(InProcessStore):
 async def test_a_successor_that_dies_while_it_copies_changes_nothing():
     store = FailingStore()
     first, _ = await take_over(store, 1)
-    await first.write_cluster(phase=Phase.SERVING)
+    await first.write_cluster(phase=ClusterPhase.SERVING)
     for number in range(3):
         await first.add_worker(replace(PLANNED, name=f"decode-{number}"))
     for copied in range(4):
@@ -130,7 +130,7 @@ async def test_a_successor_that_dies_while_it_copies_changes_nothing():
     _, before = await take_over(store, 9)
     assert before is not None
     assert len(before.workers) == 3
-    assert before.cluster.phase is Phase.SERVING
+    assert before.cluster.phase is ClusterPhase.SERVING
 
 
 async def test_who_does_not_hold_the_controllers_lease_writes_nothing():

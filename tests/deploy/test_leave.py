@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.leave import _mark_of, drained
-from kvrelay.deploy.node_workers import NodeWorker
-from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.commands.leave import _mark_of, drained
+from kvrelay.deploy.nodes.node_workers import NodeWorker
+from kvrelay.deploy.start_progress import StartProgress
 
 DRAINS = "trap 'exit 71' TERM; echo ready; while :; do sleep 0.01; done"
 ENDS_AT_SECOND = """
@@ -38,7 +38,7 @@ def process(title: str, script: str) -> Iterator[subprocess.Popen[str]]:
 
 async def left(*workers: NodeWorker, seconds: float) -> tuple[list[str], str]:
     said = io.StringIO()
-    return await drained(list(workers), seconds, Progress(said)), said.getvalue()
+    return await drained(list(workers), seconds, StartProgress(said)), said.getvalue()
 
 
 async def test_workers_drain_and_their_ends_are_awaited():

@@ -7,9 +7,9 @@ import logging
 import sys
 from typing import Any
 
+from kvrelay.deploy.commands.relayed_logs import as_json
 from kvrelay.deploy.logs import JsonFormatter, utc
-from kvrelay.deploy.relayed_logs import as_json
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 KEY = RequestKey("router", "r-1", 7)
 

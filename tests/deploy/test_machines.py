@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.deployment import worker_configs
 from kvrelay.deploy.errors import OptionError
-from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.machines import Nodes, Spread
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import ServeOptions
-from kvrelay.deploy.placement import PlacementPlan, _lack
+from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.nodes.ray_places import PlacementPlan, _lack
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.machine_options import Nodes, Spread
+from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.wire.worker_info import WorkerRole
 
 JOINS: dict[str, Any] = {"ray_address": "10.0.0.1:6379", "insecure": True}
@@ -99,7 +99,7 @@ def test_the_certificates_name_goes_to_every_worker():
 
 def configs_of(monkeypatch: pytest.MonkeyPatch, **options: Any):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
-    return worker_configs(ServeOptions(**options), Model("none", Path()))
+    return worker_configs(ServeOptions(**options), ModelFolder("none", Path()))
 
 
 def test_workers_of_a_ray_cluster_learn_their_address_on_their_nodes(monkeypatch):

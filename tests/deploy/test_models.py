@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from huggingface_hub import errors as hub
 
-from kvrelay.deploy.converted import ConvertedModels
 from kvrelay.deploy.errors import ModelError
-from kvrelay.deploy.models import (
+from kvrelay.deploy.nodes.converted import ConvertedModels
+from kvrelay.deploy.nodes.models import (
     ALIASES,
-    Model,
+    ModelFolder,
     PackagedModel,
     convert,
     resolve_model,
     users_models,
 )
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.model_runner.errors import CheckpointError
 from tests.checkpoints import make_checkpoint
 
@@ -28,23 +28,23 @@ def converted() -> ConvertedModels:
     return users_models()
 
 
-def resolve(model: str, converted: ConvertedModels) -> Model:
+def resolve(model: str, converted: ConvertedModels) -> ModelFolder:
     return resolve_model(model, "bfloat16", converted, lambda text: None)
 
 
 @pytest.fixture(scope="session")
-def default_model(converted: ConvertedModels) -> Model:
+def default_model(converted: ConvertedModels) -> ModelFolder:
     return resolve(DEFAULT_MODEL, converted)
 
 
-def test_the_default_is_an_ordinary_checkpoint(default_model: Model):
+def test_the_default_is_an_ordinary_checkpoint(default_model: ModelFolder):
     assert default_model.name == "smollm2-135m-instruct"
     files = {path.name for path in default_model.path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
 
 
 def test_the_default_needs_its_package_only_once(
-    default_model: Model, converted: ConvertedModels, monkeypatch: pytest.MonkeyPatch
+    default_model: ModelFolder, converted: ConvertedModels, monkeypatch: pytest.MonkeyPatch
 ):
     package = ALIASES[DEFAULT_MODEL]
     gone = PackagedModel("no_such_package", package.file, package.sha256, package.install)
@@ -70,7 +70,7 @@ def test_a_package_with_another_file_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_folder_is_served_under_its_own_name(tmp_path: Path, converted: ConvertedModels):
     folder = make_checkpoint(tmp_path / "tiny-llama")
-    assert resolve(str(folder), converted) == Model("tiny-llama", folder)
+    assert resolve(str(folder), converted) == ModelFolder("tiny-llama", folder)
 
 
 def test_a_gguf_file_is_named_by_its_stem(tmp_path: Path):
@@ -119,7 +119,7 @@ def test_a_hub_id_brings_only_what_is_needed(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve("owner/some-model", converted) == Model("owner/some-model", tmp_path)
+    assert resolve("owner/some-model", converted) == ModelFolder("owner/some-model", tmp_path)
     assert asked == {
         "repo": "owner/some-model",
         "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],

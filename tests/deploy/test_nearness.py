@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.machines import Nodes, Spread
-from kvrelay.deploy.nearness import Crowd, choose_values
-from kvrelay.deploy.placement import Placement, PlacementPlan
+from kvrelay.deploy.nodes.nearness import Crowd, choose_values
+from kvrelay.deploy.nodes.ray_places import PlacementPlan, RayPlaces
+from kvrelay.deploy.options.machine_options import Nodes, Spread
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerRole
 from tests.deploy.test_placement import CONFIG
@@ -85,7 +85,7 @@ class Cluster:
     """The workers of a cluster, and their nodes."""
 
     def __init__(self, plan: PlacementPlan = PLAN) -> None:
-        self._placement = Placement(plan)
+        self._placement = RayPlaces(plan)
         self._numbers = count()
 
     async def start(self, prefill: int, decode: int) -> tuple[list[str], list[str]]:
@@ -116,7 +116,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, ray: LabelledRay) -> LabelledRay:
     for module in ("placement", "nearness"):
         monkeypatch.setattr(f"kvrelay.deploy.{module}.ray", ray)
     monkeypatch.setattr(
-        "kvrelay.deploy.placement.PlacementGroupSchedulingStrategy",
+        "kvrelay.deploy.nodes.ray_places.PlacementGroupSchedulingStrategy",
         lambda group, placement_group_bundle_index: (group, placement_group_bundle_index),
     )
     return ray

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.numa import NumaNode, nodes_from, numa_nodes, parse_cores
+from kvrelay.deploy.nodes.numa import NumaNode, nodes_from, numa_nodes, parse_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")

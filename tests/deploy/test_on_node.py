@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.deploy.on_node import address_here, network_devices, on_this_node
+from kvrelay.deploy.nodes.on_node import address_here, network_devices, on_this_node
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.net.tls import TlsFileError
 from kvrelay.wire.worker_info import WorkerRole
@@ -23,8 +23,10 @@ CONFIG = WorkerConfig(
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Called one, at 192.0.2.1, which is no address of this machine."""
-    monkeypatch.setattr("kvrelay.deploy.on_node.ray.util.get_node_ip_address", lambda: "192.0.2.1")
-    monkeypatch.setattr("kvrelay.deploy.on_node.socket.gethostname", lambda: "one")
+    monkeypatch.setattr(
+        "kvrelay.deploy.nodes.on_node.ray.util.get_node_ip_address", lambda: "192.0.2.1"
+    )
+    monkeypatch.setattr("kvrelay.deploy.nodes.on_node.socket.gethostname", lambda: "one")
     monkeypatch.setenv("UCX_NET_DEVICES", "")
     monkeypatch.delenv("UCX_NET_DEVICES")
 
@@ -56,7 +58,7 @@ def test_a_worker_has_no_more_threads_than_its_node_has_cores():
 
 def test_a_worker_learns_its_nodes_locality(monkeypatch: pytest.MonkeyPatch):
     context = SimpleNamespace(get_node_labels=lambda: {"rack": "a", "zone": "z"})
-    monkeypatch.setattr("kvrelay.deploy.on_node.ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr("kvrelay.deploy.nodes.on_node.ray.get_runtime_context", lambda: context)
     assert on_this_node(CONFIG).locality == ""
     assert on_this_node(replace(CONFIG, near="rack")).locality == "a"
     assert on_this_node(replace(CONFIG, near="row")).locality == "", "its node has no such label"

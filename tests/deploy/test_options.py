@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.address import Address
+from kvrelay.deploy.commands.option_table import markdown
 from kvrelay.deploy.deployment import worker_configs
 from kvrelay.deploy.errors import OptionError
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.option_table import markdown
-from kvrelay.deploy.options import ServeOptions
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.deploy.router_config import router_config
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.worker.worker_lease import Renewal, WorkerLease
@@ -76,7 +76,7 @@ def test_aggregated_workers_are_in_place_of_the_others(field: str):
 
 def test_workers_are_named_by_role_and_number():
     def names(**counts: Any) -> list[tuple[str, str]]:
-        configs = worker_configs(ServeOptions(**counts), Model("none", Path()))
+        configs = worker_configs(ServeOptions(**counts), ModelFolder("none", Path()))
         return [(config.name, config.role.value) for config in configs]
 
     assert names() == [("prefill-0", "prefill"), ("decode-0", "decode")]
@@ -87,7 +87,7 @@ def test_workers_are_named_by_role_and_number():
 @pytest.mark.parametrize("placement", ["adaptive", "disaggregated"])
 def test_decode_workers_are_told_whether_prompts_may_come(placement: str):
     options = ServeOptions(placement=PlacementMode(placement))
-    [_, decode] = worker_configs(options, Model("none", Path()))
+    [_, decode] = worker_configs(options, ModelFolder("none", Path()))
     assert decode.role is WorkerRole.DECODE
     assert decode.computes_prompts is (placement == "adaptive")
 
@@ -96,7 +96,7 @@ def test_a_lease_outlasts_a_slow_answer():
     with pytest.raises(OptionError, match=r"^--worker-lease: must be at least three .*, 15: "):
         ServeOptions(worker_lease=44)
     options = ServeOptions(worker_timeout=9, worker_lease=29)
-    model = Model("none", Path("none"))
+    model = ModelFolder("none", Path("none"))
     assert {one.lease_seconds for one in worker_configs(options, model)} == {29}
     assert {one.lease_seconds for one in worker_configs(ServeOptions(), model)} == {60}
     slow = ServeOptions(worker_timeout=40)
@@ -140,7 +140,7 @@ def test_workers_are_told_what_the_engine_is_to_do():
         "debug_retract_every": 11,
     }
     options = ServeOptions(**told, draft_model="some/draft")
-    for config in worker_configs(options, Model("none", Path(), Path("draft"))):
+    for config in worker_configs(options, ModelFolder("none", Path(), Path("draft"))):
         assert {name: getattr(config, name) for name in told} == told
         assert config.draft_model_path == Path("draft")
 
@@ -159,7 +159,7 @@ def test_faults_that_cannot_be_are_refused(faults: str, why: str):
 
 def test_workers_are_told_of_the_faults_that_are_for_them():
     def faults(specs: str) -> list[int | None]:
-        configs = worker_configs(ServeOptions(debug_faults=specs), Model("none", Path()))
+        configs = worker_configs(ServeOptions(debug_faults=specs), ModelFolder("none", Path()))
         return [None if config.faults is None else len(config.faults) for config in configs]
 
     assert faults("") == [None, None]
@@ -168,14 +168,14 @@ def test_workers_are_told_of_the_faults_that_are_for_them():
 
 def test_a_silent_peer_is_given_up_as_a_silent_worker_is():
     options = ServeOptions(worker_timeout=3.5)
-    assert {config.worker_timeout for config in worker_configs(options, Model("none", Path()))} == {
-        3.5
-    }
+    assert {
+        config.worker_timeout for config in worker_configs(options, ModelFolder("none", Path()))
+    } == {3.5}
 
 
 def test_workers_defaults_are_the_engines():
     default = WorkerConfig("decode-0", WorkerRole.DECODE, Path(), "none")
-    [_, config] = worker_configs(ServeOptions(metrics=ANY_PORT), Model("none", Path()))
+    [_, config] = worker_configs(ServeOptions(metrics=ANY_PORT), ModelFolder("none", Path()))
     assert replace(config, threads=1) == default
 
 
@@ -240,7 +240,7 @@ def test_the_front_shows_its_own_certificate_or_the_clusters():
     for given, cluster_tls, front_tls in cases:
         options = ServeOptions(**given)
         assert (options.cluster_tls, options.front_tls) == (cluster_tls, front_tls)
-        model = Model("none", Path())
+        model = ModelFolder("none", Path())
         assert {config.tls for config in worker_configs(options, model)} == {cluster_tls}
         config = router_config(options, model)
         assert (config.worker_tls, config.front_tls) == (cluster_tls, front_tls)
@@ -269,7 +269,7 @@ def test_workers_metrics_have_fixed_ports_after_the_routers():
         "127.0.0.1:9402",
         "127.0.0.1:9403",
     ]
-    configs = worker_configs(options, Model("none", Path()))
+    configs = worker_configs(options, ModelFolder("none", Path()))
     assert [(config.name, config.metrics_port) for config in configs] == [
         ("prefill-0", 9401),
         ("decode-0", 9402),
@@ -280,7 +280,7 @@ def test_workers_metrics_have_fixed_ports_after_the_routers():
 def test_any_port_for_the_router_is_any_for_the_workers():
     options = ServeOptions(metrics=ANY_PORT)
     assert options.worker_metrics() == ()
-    assert {one.metrics_port for one in worker_configs(options, Model("none", Path()))} == {0}
+    assert {one.metrics_port for one in worker_configs(options, ModelFolder("none", Path()))} == {0}
 
 
 @pytest.mark.parametrize(("metrics", "other"), [(65534, 1), (9400, 9402), (9400, 9400)])

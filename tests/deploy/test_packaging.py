@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kvrelay.deploy.models import ALIASES
+from kvrelay.deploy.nodes.models import ALIASES
 
 ROOT = Path(__file__).parents[2]
 UNPINNED = {"triton"}  # each CUDA build of torch brings its own version
@@ -55,7 +55,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_the_live_page(installed: Path):
-    page = "router/http/live_page.html"
+    page = "router/doors/http/live_page.html"
     assert (installed / "kvrelay" / page).read_bytes() == (ROOT / page).read_bytes()
 
 
@@ -66,10 +66,10 @@ def test_the_wheel_has_every_room(installed: Path):
         assert (installed / "kvrelay" / room / "py.typed").is_file(), room
     assert list((installed / "kvrelay" / "v1").glob("*.proto"))
     assert list((installed / "kvrelay" / "v1").glob("*.pyi"))
-    assert not (installed / "kvrelay" / "deploy" / "helm").exists(), (
+    assert not (installed / "kvrelay" / "deploy" / "charts" / "helm").exists(), (
         "the chart is installed by Helm"
     )
-    for path in ("dashboards/memory.json", "prometheus/rules.yml"):
+    for path in ("charts/dashboards/memory.json", "charts/prometheus/rules.yml"):
         assert (installed / "kvrelay" / "deploy" / path).is_file(), path
 
 

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.sizes import format_size, parse_size
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

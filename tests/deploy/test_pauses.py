@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvrelay.deploy.pauses import Pauses, finished, is_done_within
+from kvrelay.deploy.bounded_waits import Pauses, finished, is_done_within
 
 
 async def test_what_comes_in_time_is_waited_for():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.machines import Spread
-from kvrelay.deploy.placement import Placement, PlacementPlan
+from kvrelay.deploy.nodes.ray_places import PlacementPlan, RayPlaces
+from kvrelay.deploy.options.machine_options import Spread
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -58,9 +58,9 @@ class ScriptedRay:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> ScriptedRay:
     scripted = ScriptedRay(room=3)
-    monkeypatch.setattr("kvrelay.deploy.placement.ray", scripted)
+    monkeypatch.setattr("kvrelay.deploy.nodes.ray_places.ray", scripted)
     monkeypatch.setattr(
-        "kvrelay.deploy.placement.PlacementGroupSchedulingStrategy",
+        "kvrelay.deploy.nodes.ray_places.PlacementGroupSchedulingStrategy",
         lambda group, placement_group_bundle_index: (id(group), placement_group_bundle_index),
     )
     return scripted
@@ -71,7 +71,7 @@ def named(number: int) -> WorkerConfig:
 
 
 async def test_an_added_workers_place_is_rays_again(ray: ScriptedRay):
-    placement = Placement(PLAN)
+    placement = RayPlaces(PLAN)
     await placement.reserve([named(0), named(1)], of_workers=2)
     for number in range(2, 5):
         await placement.add(named(number), of_workers=3)
@@ -87,13 +87,13 @@ async def test_an_added_workers_place_is_rays_again(ray: ScriptedRay):
 
 async def test_ray_is_asked_to_wait_for_whole_seconds(ray: ScriptedRay):
     with pytest.raises(ClusterError, match="no room"):
-        await Placement(PLAN).reserve([named(number) for number in range(4)], of_workers=4)
+        await RayPlaces(PLAN).reserve([named(number) for number in range(4)], of_workers=4)
     assert ray.waits
     assert all(seconds >= 1 and seconds == int(seconds) for seconds in ray.waits)
 
 
 async def test_a_place_among_others_is_the_next_workers_of_the_role(ray: ScriptedRay):
-    placement = Placement(PLAN)
+    placement = RayPlaces(PLAN)
     _, second = await placement.reserve([named(0), named(1)], of_workers=2)
     placement.give_back("decode-1")
     assert ray.room == 1, "the group is still used"
@@ -111,7 +111,7 @@ async def test_a_place_among_others_is_the_next_workers_of_the_role(ray: Scripte
 async def test_a_strict_spread_holds_for_every_worker_or_it_is_not_added(
     ray: ScriptedRay, spread: Spread
 ):
-    placement = Placement(replace(PLAN, spread=spread))
+    placement = RayPlaces(replace(PLAN, spread=spread))
     _, second = await placement.reserve([named(0), named(1)], of_workers=2)
     with pytest.raises(ClusterError, match=f"^--spread: {spread} holds for the workers of the"):
         await placement.add(named(2), of_workers=3)

@@ -14,7 +14,7 @@ import yaml
 from tests.monitored import HISTOGRAMS, check_exported
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
+RULES = ROOT / "deploy" / "charts" / "prometheus" / "rules.yml"
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Prometheus")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy import local_ray
-from kvrelay.deploy.local_ray import LocalRay
-from kvrelay.deploy.ray_folder import RayFolder
+from kvrelay.deploy.nodes import local_ray
+from kvrelay.deploy.nodes.local_ray import LocalRay
+from kvrelay.deploy.nodes.ray_folder import RayFolder
 
 KILLED = """
 import os
-from kvrelay.deploy.ray_folder import RayFolder
+from kvrelay.deploy.nodes.ray_folder import RayFolder
 
 print(RayFolder().path)
 os.kill(os.getpid(), 9)

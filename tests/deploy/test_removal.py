@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.cluster import Cluster
+from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.operators.admin_service import ScalePhase
+from kvrelay.deploy.controller.records.records import Started
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.local_ray import ray as real_ray
-from kvrelay.deploy.records import Started
-from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.router.admin import ScalePhase
+from kvrelay.deploy.nodes.local_ray import ray as real_ray
+from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.deploy.test_incarnation import INFO, identity_of
 from tests.deploy.test_placement import CONFIG, PLAN, ScriptedRay, ray
@@ -68,7 +68,7 @@ class ScriptedActor:
 
 @pytest.fixture(autouse=True)
 def actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.deploy.supervisor.WorkerActor", ScriptedActor)
+    monkeypatch.setattr("kvrelay.deploy.controller.supervisor.WorkerActor", ScriptedActor)
 
 
 def cluster_of_two(model: Path) -> Cluster:

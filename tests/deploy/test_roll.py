@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.cluster_status import as_text
+from kvrelay.deploy.commands.controller_status import as_text
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.wire.cluster_state import ClusterState, RollState, WorkerPhase, WorkerState
 from kvrelay.wire.messages import CLUSTER_STATE

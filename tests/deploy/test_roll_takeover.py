@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.cluster import Cluster
-from kvrelay.deploy.controller_spec import ControllerSpec
-from kvrelay.deploy.detached import _is_as_asked
+from kvrelay.deploy.controller.changes.replacement_order import FIRST
+from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.controller_spec import ControllerSpec
+from kvrelay.deploy.controller.detached import _is_as_asked
+from kvrelay.deploy.controller.membership import Membership
+from kvrelay.deploy.controller.operators.admin_service import RollOrder
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.key_value_store import InProcessStore
-from kvrelay.deploy.membership import Membership
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.rolls import FIRST
-from kvrelay.deploy.worker_host import WorkerHost
-from kvrelay.router.admin import RollOrder
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.router.errors import CannotDrain, CannotRoll, CannotScale
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.deploy import scripted_ray

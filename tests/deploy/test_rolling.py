@@ -9,10 +9,16 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.deploy.controller.changes.replacement_order import FIRST, Revision, Roll
+from kvrelay.deploy.controller.changes.replacing import Rolling
+from kvrelay.deploy.controller.operators.admin_service import (
+    DrainPhase,
+    DrainStep,
+    RollOrder,
+    ScalePhase,
+    ScaleStep,
+)
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.rolling import Rolling
-from kvrelay.deploy.rolls import FIRST, Revision, Roll
-from kvrelay.router.admin import DrainPhase, DrainStep, RollOrder, ScalePhase, ScaleStep
 from kvrelay.router.errors import CannotDrain, CannotRoll
 from kvrelay.wire.worker_info import WorkerRole
 

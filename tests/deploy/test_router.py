@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.client import OPEN
+from kvrelay.deploy.commands.router import _discovery, _route
 from kvrelay.deploy.errors import OptionError
-from kvrelay.deploy.find_controller import Controller
-from kvrelay.deploy.models import Model
-from kvrelay.deploy.options import RouterProcessOptions
-from kvrelay.deploy.progress import Progress
-from kvrelay.deploy.router import _discovery, _route
+from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.serve_options import RouterProcessOptions
+from kvrelay.deploy.reach.find_controller import Controller
+from kvrelay.deploy.reach.grpc_target import OPEN
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.deploy.stop_signals import StopSignals
 from tests.certificates import Authority
 from tests.checkpoints import make_tokenizer
@@ -30,7 +30,9 @@ from tests.checkpoints import make_tokenizer
 def told(monkeypatch: pytest.MonkeyPatch) -> list[RouterProcessOptions]:
     """The options of the routers that would have run."""
     told: list[RouterProcessOptions] = []
-    monkeypatch.setattr("kvrelay.deploy.router.run", lambda options, *_: told.append(options))
+    monkeypatch.setattr(
+        "kvrelay.deploy.commands.router.run", lambda options, *_: told.append(options)
+    )
     return told
 
 
@@ -75,7 +77,9 @@ async def test_a_router_says_that_it_is_not_ready_while_the_controller_is_away(t
     discovery = _discovery(Controller(Address("127.0.0.1", 1)), OPEN)
     said = io.StringIO()
     routing = asyncio.create_task(
-        _route(options, Model("none", tmp_path), discovery, Progress(said), StopSignals())
+        _route(
+            options, ModelFolder("none", tmp_path), discovery, StartProgress(said), StopSignals()
+        )
     )
     try:
         async with asyncio.timeout(10):

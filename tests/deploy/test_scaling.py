@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
+from kvrelay.deploy.controller.changes.resizing import Scaling
+from kvrelay.deploy.controller.changes.wanted import Changes
+from kvrelay.deploy.controller.operators.admin_service import DrainPhase, DrainStep, ScalePhase
 from kvrelay.deploy.errors import ClusterError
-from kvrelay.deploy.scaling import Scaling
-from kvrelay.deploy.wanted import Changes
-from kvrelay.router.admin import DrainPhase, DrainStep, ScalePhase
 from kvrelay.wire.worker_info import WorkerRole
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE

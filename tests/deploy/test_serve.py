@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.deploy import serve as serve_module
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.options import ServeOptions
-from kvrelay.deploy.progress import Progress
-from kvrelay.deploy.serve import with_free_http
+from kvrelay.deploy.commands import serve as serve_module
+from kvrelay.deploy.commands.serve import with_free_http
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.serve_options import ServeOptions
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.deploy.stop_signals import StopSignals
 from tests.certificates import Authority
 from tests.known import known
@@ -45,10 +45,10 @@ def test_http_goes_elsewhere_where_its_default_port_is_in_use(monkeypatch: pytes
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = Address("127.0.0.1", listener.getsockname()[1])
         monkeypatch.setattr(serve_module, "DEFAULT_HTTP", taken)
-        options = with_free_http(ServeOptions(http=taken), Progress(said))
+        options = with_free_http(ServeOptions(http=taken), StartProgress(said))
     assert options.http == Address("127.0.0.1", 0)
     assert said.getvalue() == f"{taken} is in use: HTTP gets another port (--http chooses one).\n"
-    assert with_free_http(ServeOptions(http=taken), Progress(said)).http == taken
+    assert with_free_http(ServeOptions(http=taken), StartProgress(said)).http == taken
 
 
 def test_a_worker_metrics_port_in_use_is_said(no_release: None):

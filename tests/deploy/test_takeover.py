@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.journal import Journal
-from kvrelay.deploy.key_value_store import InProcessStore
-from kvrelay.deploy.records import Phase, WorkerRecord
+from kvrelay.deploy.controller.records.journal import Journal
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore
+from kvrelay.deploy.controller.records.records import ClusterPhase, WorkerRecord
 from tests.deploy import scripted_ray
 from tests.deploy.scripted_ray import (
     SECONDS,
@@ -132,7 +132,7 @@ async def test_a_cluster_that_was_being_stopped_is_stopped(
     before = asyncio.all_tasks()
     cluster = make_cluster(tmp_path, store)
     await cluster.start()
-    await cluster._written.write_cluster(phase=Phase.STOPPING)
+    await cluster._written.write_cluster(phase=ClusterPhase.STOPPING)
     await abandon(before)
     successor = make_cluster(tmp_path, store)
     with pytest.raises(Exception, match="the cluster was being stopped"):

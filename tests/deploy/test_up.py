@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.deploy.address import Address
 from kvrelay.deploy.cli import main
-from kvrelay.deploy.cluster_status import as_text
-from kvrelay.deploy.controller_spec import SPEC, ControllerSpec
-from kvrelay.deploy.detached import bring_up
+from kvrelay.deploy.commands.controller_status import as_text
+from kvrelay.deploy.commands.up import _up
+from kvrelay.deploy.controller.controller_spec import SPEC, ControllerSpec
+from kvrelay.deploy.controller.detached import bring_up
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore
 from kvrelay.deploy.errors import ClusterError, OptionError
-from kvrelay.deploy.find_controller import Controller
-from kvrelay.deploy.key_value_store import InProcessStore
-from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.placement import PlacementPlan
-from kvrelay.deploy.progress import Progress
+from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.up_options import UpOptions
+from kvrelay.deploy.reach.find_controller import Controller
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.deploy.stop_signals import StopSignals
-from kvrelay.deploy.up import _up
-from kvrelay.deploy.up_options import UpOptions
 from kvrelay.wire.cluster_state import ClusterState, WorkerPhase, WorkerState
 from kvrelay.wire.messages import CLUSTER_STATE
 from kvrelay.wire.version import VERSION
@@ -63,7 +63,7 @@ def test_a_controller_has_no_options_of_a_router():
 def test_serve_detached_is_up(monkeypatch: pytest.MonkeyPatch):
     told: list[tuple[UpOptions, bool]] = []
     monkeypatch.setattr(
-        "kvrelay.deploy.up.run", lambda options, _, *, debug: told.append((options, debug))
+        "kvrelay.deploy.commands.up.run", lambda options, _, *, debug: told.append((options, debug))
     )
     workers = ["--ray-address", "auto", "--insecure", "--prefill", "2", "--debug"]
     for command in (["up"], ["serve", "--detach"]):
@@ -99,7 +99,9 @@ def test_a_controller_is_named_in_one_way(command: str):
 
 def test_the_old_name_of_the_option_still_works(monkeypatch: pytest.MonkeyPatch):
     told: list[Controller] = []
-    monkeypatch.setattr("kvrelay.deploy.router.run", lambda options, where, *_: told.append(where))
+    monkeypatch.setattr(
+        "kvrelay.deploy.commands.router.run", lambda options, where, *_: told.append(where)
+    )
     for flag in ("--controller", "--admin"):
         CliRunner().invoke(main, ["router", flag, "127.0.0.1:7"])
     CliRunner().invoke(main, ["router"])
@@ -131,12 +133,15 @@ async def test_a_cluster_that_could_not_start_does_not_keep_its_name(
     async def end(store: object, namespace: str) -> None:
         ended.append(namespace)
 
-    monkeypatch.setattr("kvrelay.deploy.ray_store.RayStore.of_this_process", lambda namespace: None)
+    monkeypatch.setattr(
+        "kvrelay.deploy.controller.records.ray_store.RayStore.of_this_process",
+        lambda namespace: None,
+    )
     for name, fake in (("start_controller", start), ("until_leading", fail), ("end_cluster", end)):
-        monkeypatch.setattr(f"kvrelay.deploy.detached.{name}", fake)
+        monkeypatch.setattr(f"kvrelay.deploy.controller.detached.{name}", fake)
     spec = ControllerSpec("c", (CONFIG,), PlacementPlan(namespace="kvrelay/c"), 30)
     with StopSignals() as signals, pytest.raises(ClusterError, match="no room"):
-        await _up(spec, (), "kvrelay/c", Progress(StringIO()), signals)
+        await _up(spec, (), "kvrelay/c", StartProgress(StringIO()), signals)
     assert ended == ["kvrelay/c"]
 
 
@@ -155,7 +160,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def script(**fakes: object) -> None:
         nothing = dict.fromkeys(("_has_workers", "offer_for_good", "_place_controller"), no)
         for name, fake in {**nothing, "end_cluster": end, **fakes}.items():
-            monkeypatch.setattr(f"kvrelay.deploy.detached.{name}", fake)
+            monkeypatch.setattr(f"kvrelay.deploy.controller.detached.{name}", fake)
 
     return script
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.deploy.wanted import Changes
+from kvrelay.deploy.controller.changes.wanted import Changes
 from kvrelay.wire.worker_info import WorkerRole
 
 P, D, A = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.AGGREGATED

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.local_ray import ray
-from kvrelay.deploy.worker_actor import WorkerActor
+from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.worker_actor import WorkerActor
 from tests.deploy.test_placement import CONFIG
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.deploy.worker_end import WorkerEnd
-from kvrelay.deploy.worker_host import Worker, WorkerHost
+from kvrelay.deploy.nodes.worker_end import WorkerEnd
+from kvrelay.deploy.nodes.worker_host import HostedWorker, WorkerHost
 from tests.deploy.test_incarnation import INFO
 from tests.deploy.test_placement import CONFIG
 
@@ -20,7 +20,7 @@ EARLIER = "an-earlier-incarnation"
 def host() -> WorkerHost:
     """One whose worker has started."""
     host = WorkerHost(CONFIG, cast("Any", None), logging.WARNING)
-    host._info, host._worker = INFO, cast("Worker", object())
+    host._info, host._worker = INFO, cast("HostedWorker", object())
     return host
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.worker_process import ProcessIdentity, WorkerProcess
+from kvrelay.deploy.nodes.worker_process import ProcessIdentity, WorkerProcess
 
 TELL = (
     "import time\n"
-    "from kvrelay.deploy.worker_process import ProcessIdentity\n"
+    "from kvrelay.deploy.nodes.worker_process import ProcessIdentity\n"
     "print(ProcessIdentity.of_this_process().start_ticks, flush=True)\n"
     "time.sleep(600)"
 )
@@ -109,14 +109,16 @@ async def test_a_process_on_another_machine_cannot_be_observed(elsewhere: str) -
 
 def test_a_worker_says_who_it_is_before_it_has_imported_torch():
     """Its supervisor asks a new process that first, and a test's obedient worker needs no torch."""
-    code = "import sys, kvrelay.deploy.worker_host; print({'torch', 'numba'} & set(sys.modules))"
+    code = (
+        "import sys, kvrelay.deploy.nodes.worker_host; print({'torch', 'numba'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 _STUCK = """
 import logging, threading, time
-from kvrelay.deploy.worker_host import WorkerHost
+from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerRole
 from pathlib import Path

@@ -13,13 +13,13 @@ from docs.tools.dashboards.grafana import files
 from docs.tools.dashboards.pages import DASHBOARDS
 from docs.tools.dashboards.perses import perses, with_values
 from docs.tools.dashboards.spec import STATES, TOTAL, Dashboard, Draws
-from kvrelay.mem_cache.host_pages import HOST
-from kvrelay.mem_cache.storage_pages import STORAGE
+from kvrelay.mem_cache.host.host_pages import HOST
+from kvrelay.mem_cache.storage.storage_pages import STORAGE
 from kvrelay.wire.load import PAGE_STATES
 from tests.monitored import check_exported
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ROOT / "deploy" / "dashboards"
+SHIPPED = ROOT / "deploy" / "charts" / "dashboards"
 MOST_COLUMNS = 24
 
 
@@ -92,7 +92,7 @@ def test_states_are_stacked_and_the_pool_is_a_line_over_them():
 
 
 def test_a_state_has_one_color_everywhere():
-    style = (ROOT / "router" / "http" / "live_page.html").read_text()
+    style = (ROOT / "router" / "doors" / "http" / "live_page.html").read_text()
     for state, color in STATES.items():
         assert f"--{state}: {color};" in style
     assert set(STATES) == set(PAGE_STATES)

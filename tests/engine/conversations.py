@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrelay.engine.scheduler.commands import ForgetSession
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.request import KeptSession
+from kvrelay.wire.submit import KeptSession
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
 
 GOOD = {EndReason.STOP, EndReason.LENGTH}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.scheduler.commands import Submit
-from kvrelay.router.estimate import PromptQueue
-from kvrelay.router.local_prompts import Side, decide
+from kvrelay.router.placement.estimate import ExpectedPrompts
+from kvrelay.router.placement.local_prompts import Side, decide
 from tests.engine.simulation import SimRequest, SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.test_itl_target import CHUNK, ROW_SECONDS, STEP_SECONDS, OneWorker, prompt_of
@@ -65,7 +65,7 @@ def side(worker: SimWorker) -> Side:
     load, sent = worker.scheduler.load(), submissions(worker)
     prompts = [len(one.input_ids) for one in sent if one.prefill is None]
     num_requests = load.waiting_requests + load.running_requests + len(sent)
-    return Side(PromptQueue(worker.role_name, load, prompts), 0, num_requests)
+    return Side(ExpectedPrompts(worker.role_name, load, prompts), 0, num_requests)
 
 
 def submissions(worker: SimWorker) -> list[Submit]:

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.scheduler.admission import admit_in_turn
+from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
 from kvrelay.engine.scheduler.chunks import share_budget
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.shape import PoolShape
-from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
 from tests.known import known
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from kvrelay.engine.worker.black_box import BlackBox, posthumous_ends
 from kvrelay.wire.output import FailureReason
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 LIFE = """
 import os, signal, sys
 from pathlib import Path
 from kvrelay.engine.worker.black_box import BlackBox
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 box = BlackBox(Path(sys.argv[1]))
 box.begin([RequestKey("r", "earlier", 1), RequestKey("r", "other", 2)])
@@ -67,7 +67,7 @@ from types import SimpleNamespace
 from kvrelay.engine.faults import FaultPlan, parse_faults
 from kvrelay.engine.worker.black_box import BlackBox, RecordingExecutor
 from kvrelay.engine.worker.faulty import FaultyExecutor
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 class Executor:
     def launch(self, step):

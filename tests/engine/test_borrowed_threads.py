@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.borrowed_threads import FEWEST_ROWS, FEWEST_TOKENS, BorrowedThreads
 from kvrelay.engine.scheduler.speed_learner import SpeedLearner
 from kvrelay.engine.worker.assembly import make_borrowed_threads
 from kvrelay.engine.worker.machine_cores import MachineCores
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers.linear import PanelLinear
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.wire.speeds import StepSpeeds, StepWork

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.device import thread_end
+from kvrelay.device.device_streams import Streams
+from kvrelay.device.work_in_progress import WorkInProgress
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor import copy_thread
 from kvrelay.engine.executor.copy_thread import CopyThread
 from kvrelay.engine.worker.assembly import Assembly
-from kvrelay.kv_transfer import thread_end
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
+from kvrelay.mem_cache.host.tier_copies import CopyEnded, PageMoves
 from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.mem_cache.streams import Streams
-from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
 from kvrelay.wire.worker_info import WorkerRole
 from tests.late_device import LateStreams
 from tests.mem_cache.pinning_double import LimitedPinning

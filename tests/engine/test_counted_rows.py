@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.device.device_streams import NoStaging
 from kvrelay.engine.executor.counted_rows import CountedRows
 from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import UNKNOWN, PendingToken, TokenState
-from kvrelay.mem_cache.streams import NoStaging
 from kvrelay.model_runner.sampling import token_counts
 from kvrelay.model_runner.sampling.token_counts import IN_OUTPUT, IN_PROMPT, TokenCounts
-from kvrelay.wire.request import SamplingParams, StopConditions
+from kvrelay.wire.submit import SamplingParams, StopConditions
 
 CPU = torch.device("cpu")
 VOCAB = 12

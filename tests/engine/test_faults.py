@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.faults import Action, Event, Fault, FaultPlan, Phase, parse_faults
+from kvrelay.engine.faults import (
+    Fault,
+    FaultAction,
+    FaultEvent,
+    FaultPhase,
+    FaultPlan,
+    parse_faults,
+)
 from kvrelay.engine.scheduler.outbox import MessageStream
 from kvrelay.engine.worker.faulty import FaultyOutbox
 from kvrelay.wire.hand_over import Done, Sequenced
@@ -19,20 +26,20 @@ LATER = Sequenced(1, "later")
 
 def test_faults_are_what_their_specs_say():
     assert parse_faults("delay:pull:3:0.5s, decode-1/stop:pulling:5s,kill:queued") == (
-        Fault(Action.DELAY, Event.PULL, nth=3, seconds=0.5),
-        Fault(Action.STOP, Phase.PULLING, seconds=5.0, worker="decode-1"),
-        Fault(Action.KILL, Phase.QUEUED),
+        Fault(FaultAction.DELAY, FaultEvent.PULL, nth=3, seconds=0.5),
+        Fault(FaultAction.STOP, FaultPhase.PULLING, seconds=5.0, worker="decode-1"),
+        Fault(FaultAction.KILL, FaultPhase.QUEUED),
     )
     assert parse_faults("kill:saving:3, stop:writing_back:1s, d0/kill:prefetching") == (
-        Fault(Action.KILL, Phase.SAVING, nth=3),
-        Fault(Action.STOP, Phase.WRITING_BACK, seconds=1.0),
-        Fault(Action.KILL, Phase.PREFETCHING, worker="d0"),
+        Fault(FaultAction.KILL, FaultPhase.SAVING, nth=3),
+        Fault(FaultAction.STOP, FaultPhase.WRITING_BACK, seconds=1.0),
+        Fault(FaultAction.KILL, FaultPhase.PREFETCHING, worker="d0"),
     )
-    assert parse_faults("lose:decoding:2") == (Fault(Action.LOSE, Phase.DECODING, nth=2),)
+    assert parse_faults("lose:decoding:2") == (Fault(FaultAction.LOSE, FaultPhase.DECODING, nth=2),)
     assert parse_faults("hang:forward:2, poison:forward, p0/fail:forward@chat-1.a:always") == (
-        Fault(Action.HANG, Event.FORWARD, nth=2),
-        Fault(Action.POISON, Event.FORWARD),
-        Fault(Action.FAIL, Event.FORWARD, worker="p0", request="chat-1.a", always=True),
+        Fault(FaultAction.HANG, FaultEvent.FORWARD, nth=2),
+        Fault(FaultAction.POISON, FaultEvent.FORWARD),
+        Fault(FaultAction.FAIL, FaultEvent.FORWARD, worker="p0", request="chat-1.a", always=True),
     )
     assert parse_faults("") == ()
 
@@ -62,16 +69,16 @@ def test_a_spec_that_says_nothing_is_refused_in_one_line(spec: str, why: str):
 
 def test_the_nth_is_counted_and_happens_once():
     plan = FaultPlan(parse_faults("drop:done:2"))
-    fates = [plan.take(Event.DONE), plan.take(Event.ASK), plan.take(Event.DONE)]
+    fates = [plan.take(FaultEvent.DONE), plan.take(FaultEvent.ASK), plan.take(FaultEvent.DONE)]
     assert [fate is not None for fate in fates] == [False, False, True]
-    assert plan.take(Event.DONE) is None
+    assert plan.take(FaultEvent.DONE) is None
     assert plan.fired == 1
 
 
 def test_a_fault_of_forwards_can_be_of_one_request_and_happen_always():
     plan = FaultPlan(parse_faults("fail:forward@mine:2:always"))
     batches = [{"other"}, {"mine"}, {"other"}, {"mine", "other"}, {"mine"}, {"other"}]
-    fates = [plan.take(Event.FORWARD, requests=batch) for batch in batches]
+    fates = [plan.take(FaultEvent.FORWARD, requests=batch) for batch in batches]
     assert [fate is not None for fate in fates] == [False, False, False, True, True, False]
     assert plan.fired == 2
 
@@ -79,12 +86,12 @@ def test_a_fault_of_forwards_can_be_of_one_request_and_happen_always():
 def test_only_requests_shared_with_the_peer_count(monkeypatch: pytest.MonkeyPatch):
     struck: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: struck.append((pid, number)))
-    plan = FaultPlan([Fault(Action.KILL, Phase.PULLING, peer="prefill-0-abc", pid=7)])
-    plan.reach(Phase.PULLING, "prefill-1-abc")
-    plan.reach(Phase.PULLED, "prefill-0-abc")
+    plan = FaultPlan([Fault(FaultAction.KILL, FaultPhase.PULLING, peer="prefill-0-abc", pid=7)])
+    plan.reach(FaultPhase.PULLING, "prefill-1-abc")
+    plan.reach(FaultPhase.PULLED, "prefill-0-abc")
     assert not struck
-    plan.reach(Phase.PULLING, "prefill-0-abc")
-    plan.reach(Phase.PULLING, "prefill-0-abc")
+    plan.reach(FaultPhase.PULLING, "prefill-0-abc")
+    plan.reach(FaultPhase.PULLING, "prefill-0-abc")
     assert struck == [(7, signal.SIGKILL)]
 
 

@@ -14,7 +14,7 @@ from kvrelay.engine.scheduler.commands import Cancel, Detach, Inbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.worker.held_submits import Prepare
-from kvrelay.engine.worker.service import WorkerService
+from kvrelay.engine.worker.worker_service import WorkerService
 from kvrelay.text import grammar
 from kvrelay.text.grammar import GrammarError, Grammars, byte_vocabulary
 from kvrelay.v1 import inference_pb2, worker_pb2

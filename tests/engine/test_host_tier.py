@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.config import Speculation
-from kvrelay.mem_cache.tier_copies import PageMoves
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.host.tier_copies import PageMoves
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation, SimWorker, count
 from tests.engine.simulation.clockwork import Clockwork

@@ -14,8 +14,8 @@ import pytest
 
 from kvrelay.engine.worker import kv_events
 from kvrelay.engine.worker.kv_events import KVEvents
-from kvrelay.mem_cache.prefix_log import PrefixLog
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import PageHashes
 from tests.net.zmq_subscriber import subscriber, until

@@ -13,7 +13,7 @@ import torch
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.worker.device_memory import MemoryUse
 from kvrelay.engine.worker.loading import find_kv_memory, load_model
-from kvrelay.kv_transfer.scratch import PROBED_AT_ONCE, make_landing, make_scratch
+from kvrelay.kv_transfer.scratch_pages import PROBED_AT_ONCE, make_landing, make_scratch
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.options.memory_share import MemoryShare

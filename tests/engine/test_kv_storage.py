@@ -15,8 +15,8 @@ import pytest
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.scheduler.tier_loads import TierLoads
-from kvrelay.mem_cache.storage_orders import Fetch, LookUp, StorageOrder, Store
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
+from kvrelay.mem_cache.storage.storage_orders import Fetch, LookUp, StorageOrder, Store
 from tests.engine.simulation import Simulation
 from tests.engine.simulation.storage import MemoryStore, SharedPages
 from tests.engine.simulation.worker import PAGE_BYTES, SimWorker

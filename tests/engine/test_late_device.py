@@ -28,9 +28,9 @@ from kvrelay.engine.executor.step import (
     StepEnded,
 )
 from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.shape import PoolShape
-from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.wire.request import SamplingParams, StopConditions, StructuredOutput
+from kvrelay.wire.submit import SamplingParams, StopConditions, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation, reference
 from tests.engine.simulation.clockwork import Clockwork

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvrelay.device.device_streams import PASSED, PinnedStaging
 from kvrelay.engine.executor import model_executor
 from kvrelay.engine.executor.model_executor import LaunchedForward, ModelExecutor
 from kvrelay.engine.executor.step_batch import LogitRows
 from kvrelay.mem_cache.fence import StepFence
-from kvrelay.mem_cache.streams import PASSED, PinnedStaging
 from kvrelay.model_runner.sampling.step_sampling import DeviceSampling
 from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from tests.engine.simulation import Simulation

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.scheduler.commands import Attach, Detach, Inbox
-from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
-from kvrelay.net import options
-from kvrelay.net.ends import bind, worker_server
+from kvrelay.engine.worker.worker_service import WorkerService
+from kvrelay.net import channel_options
+from kvrelay.net.channels import bind, worker_server
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -35,8 +35,10 @@ for _ in stub.Attach(hello()):
 
 async def test_a_router_that_stands_still_is_let_go(monkeypatch: pytest.MonkeyPatch):
     """Its process lives, its connection is open, and it will never read what it is sent."""
-    often = [(name, 500 if name.endswith("_ms") else value) for name, value in options._KEEPALIVE]
-    monkeypatch.setattr(options, "_KEEPALIVE", often)
+    often = [
+        (name, 500 if name.endswith("_ms") else value) for name, value in channel_options._KEEPALIVE
+    ]
+    monkeypatch.setattr(channel_options, "_KEEPALIVE", often)
     inbox, server = Inbox[Any](), worker_server()
     service = WorkerService("w-1", inbox, SubmitRules(WorkerRole.DECODE, 97, ()))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)

@@ -14,14 +14,14 @@ import pytest
 from benchmarks.virtual_time import VirtualLoop
 from kvrelay.engine.scheduler.commands import Attach, Inbox
 from kvrelay.engine.worker.load_reports import INTERVAL_SECONDS, LONGEST_SECONDS, PacedLink
-from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
-from kvrelay.net.ends import bind, worker_channel, worker_server
+from kvrelay.engine.worker.worker_service import WorkerService
+from kvrelay.net.channels import bind, worker_channel, worker_server
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.messages import ATTACH_REQUEST
 from kvrelay.wire.output import EngineOutputs, RequestOutput
-from kvrelay.wire.request import AttachHello, AttachRequest, RequestKey
+from kvrelay.wire.submit import AttachHello, AttachRequest, RequestKey
 from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerRole
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.engine.config import Speculation
 from kvrelay.wire.output import RequestOutput
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.matrix import matrix
 

@@ -13,9 +13,9 @@ from kvrelay.engine.scheduler import prefix_reports
 from kvrelay.engine.scheduler.commands import TellPrefixes
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.prefix_reports import PrefixReports
-from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex
-from kvrelay.mem_cache.prefix_log import PrefixLog
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
+from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.output import EngineOutputs
 from kvrelay.wire.page_hash import PageHashes

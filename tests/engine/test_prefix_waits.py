@@ -20,13 +20,13 @@ from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex
-from kvrelay.mem_cache.radix_tree import RadixTree
-from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.request import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.simulation.clockwork import Clockwork

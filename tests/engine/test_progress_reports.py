@@ -11,7 +11,7 @@ from kvrelay.engine.scheduler.commands import Watch
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.progress_reports import MOST_REQUESTS, ProgressReports
 from kvrelay.wire.output import EngineOutputs
-from kvrelay.wire.progress import RequestPhase, RequestProgress
+from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 from tests.engine.simulation import Simulation
 from tests.engine.simulation.worker import SimWorker
 from tests.engine.test_scenarios import one_pair

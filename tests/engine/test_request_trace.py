@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.scheduler.commands import Submit
-from kvrelay.engine.scheduler.request_trace import (
+from kvrelay.engine.scheduler.attempt_trace import (
     ASK,
     CHUNK,
     DECODE,
@@ -20,9 +19,10 @@ from kvrelay.engine.scheduler.request_trace import (
     QUEUE,
     begin_trace,
 )
-from kvrelay.net.spans import Span
-from kvrelay.net.trace_context import TraceContext, new_span_id, new_trace_id
-from kvrelay.wire.request import RequestKey
+from kvrelay.engine.scheduler.commands import Submit
+from kvrelay.observe.spans import Span
+from kvrelay.observe.trace_context import TraceContext, new_span_id, new_trace_id
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import Simulation
 from tests.engine.simulation.worker import SimWorker

@@ -11,15 +11,15 @@ from typing import Any
 from kvrelay.engine.scheduler.commands import Attach, Inbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.held_submits import Prepare
-from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
-from kvrelay.net.ends import bind, worker_server
-from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.worker_link import WorkerLink
+from kvrelay.engine.worker.worker_service import WorkerService
+from kvrelay.net.channels import bind, worker_server
+from kvrelay.router.placement.known_prefixes import KnownPrefixes
+from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput, SampledToken
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.router.scripted_worker import ScriptedWorker, until
 from tests.router.test_worker_link import Heard, submission

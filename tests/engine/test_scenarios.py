@@ -16,7 +16,7 @@ from kvrelay.engine.scheduler.commands import Stop
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.wire.hand_over import Released
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from tests.engine.simulation import SimRequest, Simulation, count, reference
 
 CHUNK = 16

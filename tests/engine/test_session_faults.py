@@ -10,8 +10,8 @@ import pytest
 
 from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.mem_cache.errors import KVCacheError
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.session import Sessions
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.session_memory import SessionMemory
 from tests.engine.test_sessions import walk
 
 SEEDS = (54, 67, *range(40))
@@ -44,12 +44,12 @@ def save_what_is_not_written(patch: pytest.MonkeyPatch) -> None:
 
 def read_into_the_sessions_own_page(patch: pytest.MonkeyPatch) -> None:
     """The boundary page is overwritten before the turn is sure to end well."""
-    borrow = Sessions.borrow
+    borrow = SessionMemory.borrow
 
     def wrong(self: Any, *args: Any, fresh_boundary: bool = False, **options: Any) -> Any:
         return borrow(self, *args, fresh_boundary=False, **options)
 
-    patch.setattr(Sessions, "borrow", wrong)
+    patch.setattr(SessionMemory, "borrow", wrong)
 
 
 def do_not_put_the_boundary_page_back(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 def keep_what_an_aborted_turn_has_added(patch: pytest.MonkeyPatch) -> None:
     """The session says that it has the tokens of before, where the turn had gone back."""
-    patch.setattr(Sessions, "roll_back", _save_without_trimming)
+    patch.setattr(SessionMemory, "roll_back", _save_without_trimming)
 
 
 def _save_without_trimming(self: Any, session_id: str, fences: Any = ()) -> bool:

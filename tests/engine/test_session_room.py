@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrelay.mem_cache.host_copies import HostPrefix, Load
-from kvrelay.mem_cache.host_loads import HostLoads
+from kvrelay.mem_cache.host.host_copies import HostPrefix, Load
+from kvrelay.mem_cache.host.host_loads import HostLoads
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.session_cluster import (

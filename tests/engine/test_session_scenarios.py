@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.scheduler.commands import ForgetSession
-from kvrelay.mem_cache.lease import Lease
+from kvrelay.mem_cache.leases.lease import Lease
 from tests.engine.conversations import Conversation, talk
 from tests.engine.session_cluster import (
     FIRST,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.engine.config import Speculation
-from kvrelay.wire.request import KeptSession
+from kvrelay.wire.submit import KeptSession
 from tests.checkpoints import make_checkpoint
 from tests.engine.session_cluster import ends, turns
 from tests.engine.test_token_equality import SAMPLINGS, Asked, Mode, assert_same, plain_run, serve

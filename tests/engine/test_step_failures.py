@@ -12,9 +12,9 @@ from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenErr
 from kvrelay.engine.executor.forward_thread import ForwardThread
 from kvrelay.engine.executor.step import Executor, Step, StepEnded
 from kvrelay.engine.scheduler.commands import GiveUp
-from kvrelay.mem_cache.sharing import PageCopy
+from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.wire.output import EndReason, FailureReason
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 
 

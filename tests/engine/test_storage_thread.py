@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvrelay.engine.executor.storage_thread import MOST_WRITING, StorageThread
-from kvrelay.mem_cache.storage_orders import Fetch, Forget, LookUp, StorageEnded, Store
-from kvrelay.mem_cache.storage_pages import StoragePage, StoreState
+from kvrelay.mem_cache.storage.storage_orders import Fetch, Forget, LookUp, StorageEnded, Store
+from kvrelay.mem_cache.storage.storage_pages import StoragePage, StoreState
 
 WAIT_S = 30.0
 

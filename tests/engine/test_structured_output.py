@@ -18,7 +18,7 @@ from kvrelay.engine.config import Speculation
 from kvrelay.engine.executor import grammar_masks
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.wire.output import EndReason, FailureReason
-from kvrelay.wire.request import SamplingParams, StructuredOutput
+from kvrelay.wire.submit import SamplingParams, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
 from tests.engine.test_token_equality import Mode, finish_of, serve

@@ -10,12 +10,12 @@ import pytest
 from kvrelay.engine.scheduler.commands import Inbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
+from kvrelay.engine.worker.worker_service import WorkerService
 from kvrelay.v1 import inference_pb2, worker_pb2
 from kvrelay.wire.messages import ATTACH_REQUEST
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.request import SubmitRequest
+from kvrelay.wire.submit import SubmitRequest
 from kvrelay.wire.worker_info import WorkerRole
 from tests.known import known
 

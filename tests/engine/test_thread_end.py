@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.deploy import supervisor
+from kvrelay.deploy.controller import supervisor
+from kvrelay.device import thread_end
+from kvrelay.device.thread_end import CLOSE_SECONDS, LEAST_SECONDS, close_all
 from kvrelay.engine.executor.forward_thread import ForwardThread
 from kvrelay.engine.executor.step import Executor, Step, StepEnded
 from kvrelay.engine.worker.worker import STOP_GRACE_S
-from kvrelay.kv_transfer import thread_end
-from kvrelay.kv_transfer.thread_end import CLOSE_SECONDS, LEAST_SECONDS, close_all
 
 WAIT_S = 30.0
 

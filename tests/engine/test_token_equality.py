@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import PrefixIndexKind, Speculation
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.wire.output import EndReason, SampledToken
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.engine.config import Speculation
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.engine.simulation import SimRequest, count, reference
 from tests.engine.simulation.clockwork import Clockwork
 

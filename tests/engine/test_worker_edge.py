@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from kvrelay.engine.scheduler.commands import Inbox
-from kvrelay.engine.worker.service import WorkerService
 from kvrelay.engine.worker.submit_rules import SubmitRules
-from kvrelay.net.ends import bind, worker_channel, worker_server
+from kvrelay.engine.worker.worker_service import WorkerService
+from kvrelay.net.channels import bind, worker_channel, worker_server
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.version import VERSION
 from kvrelay.wire.worker_info import WorkerRole
@@ -40,7 +40,7 @@ async def test_a_stream_that_does_not_say_hello_ends(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("kvrelay.engine.worker.edge._FIRST_SECONDS", 0.2)
+    monkeypatch.setattr("kvrelay.engine.worker.service_checks._FIRST_SECONDS", 0.2)
     call: Any = channel.stream_stream(ATTACH)()
     if sent is not None:
         await call.write(sent)

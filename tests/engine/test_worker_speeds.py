@@ -11,8 +11,8 @@ from kvrelay.engine.executor.step import LaunchedStep, PassingExecutor, StepEnde
 from kvrelay.engine.scheduler.commands import Attach, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.wire.load import WorkerLoad
-from kvrelay.wire.request import RequestKey, StopConditions
 from kvrelay.wire.speeds import StepSpeeds, StepWork
+from kvrelay.wire.submit import RequestKey, StopConditions
 from tests.engine.simulation import Simulation, SimWorker
 from tests.engine.simulation.model import GREEDY
 

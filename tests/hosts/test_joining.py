@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from kvrelay.deploy.environment import Environment
+from kvrelay.deploy.options.environment import Environment
 from tests.certificates import Authority
 from tests.hosts.conftest import ThreeHosts
 from tests.hosts.host import Host

@@ -13,7 +13,7 @@ from tests.hosts.skips import WHY_NO_HOSTS
 
 _ASK = """
 import sys
-from kvrelay.deploy.on_node import network_devices
+from kvrelay.deploy.nodes.on_node import network_devices
 print(network_devices(sys.argv[1]))
 """
 

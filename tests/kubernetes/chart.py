@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-CHART = ROOT / "deploy" / "helm" / "kvrelay"
+CHART = ROOT / "deploy" / "charts" / "helm" / "kvrelay"
 RELEASE, NAMESPACE = "kv", "models"
 NAME = "kv-kvrelay"
 Values = dict[str, Any]

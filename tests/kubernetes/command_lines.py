@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from kvrelay.deploy.options import RouterProcessOptions
-from kvrelay.deploy.router import router
-from kvrelay.deploy.status import status
-from kvrelay.deploy.up import up
-from kvrelay.deploy.up_options import UpOptions
+from kvrelay.deploy.commands.router import router
+from kvrelay.deploy.commands.status import status
+from kvrelay.deploy.commands.up import up
+from kvrelay.deploy.options.serve_options import RouterProcessOptions
+from kvrelay.deploy.options.up_options import UpOptions
 from tests.kubernetes.chart import Manifest, pods
 
 

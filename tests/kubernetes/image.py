@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.deploy.models import ALIASES
-from kvrelay.deploy.options import DEFAULT_MODEL
+from kvrelay.deploy.nodes.models import ALIASES
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from tests.kubernetes.chart import ROOT
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ pytest.importorskip("helm_python", reason="the package helm-python-sdk renders t
 
 from click import UsageError
 
-from kvrelay.deploy.leave import leave
-from kvrelay.deploy.machines import Nodes
+from kvrelay.deploy.commands.leave import leave
+from kvrelay.deploy.options.machine_options import Nodes
 from tests.kubernetes.chart import FILES, NAME, NAMESPACE, laptop, one, pods, render, rendered
 from tests.kubernetes.command_lines import controller_options, looks_options, router_options
 

@@ -11,7 +11,7 @@ pytest.importorskip("helm_python", reason="the package helm-python-sdk renders t
 
 import yaml
 
-from kvrelay.deploy.leave import leave
+from kvrelay.deploy.commands.leave import leave
 from tests.kubernetes.chart import (
     FILES,
     NAME,
@@ -168,7 +168,7 @@ def test_prometheus_asks_the_controller_where_metrics_are():
     assert controller_options(manifests).cluster_name == NAME
 
 
-RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
+RULES = ROOT / "deploy" / "charts" / "prometheus" / "rules.yml"
 
 
 def test_prometheus_is_given_the_rules():

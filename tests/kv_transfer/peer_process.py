@@ -22,7 +22,7 @@ from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.wire.hand_over import PageSum, Place
+from kvrelay.wire.hand_over import PagePlace, PageSum
 
 PAGES = 64
 WAIT_S = 30
@@ -159,5 +159,5 @@ def assert_page(pool: KVPool, page: int, source: int) -> None:
 
 def sums(agent: TransferAgent, page: int) -> int:
     ended: queue.SimpleQueue[tuple[PageSum, ...]] = queue.SimpleQueue()
-    agent.hash_pages([LocalPage(Place(0, 0), page, 16)], ended.put)
+    agent.hash_pages([LocalPage(PagePlace(0, 0), page, 16)], ended.put)
     return ended.get(timeout=WAIT_S)[0].value

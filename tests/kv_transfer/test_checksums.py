@@ -15,10 +15,10 @@ from kvrelay.mem_cache.byte_sum import hash_bytes
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.wire.hand_over import PageSum, Place
+from kvrelay.wire.hand_over import PagePlace, PageSum
 
 TOKENS = 16
-PLACES = [Place(pool, page) for pool in range(2) for page in range(40)]
+PLACES = [PagePlace(pool, page) for pool in range(2) for page in range(40)]
 
 
 def random_pool(order: PageOrder, *, latent: bool = False, seed: int = 0) -> KVPool:
@@ -40,7 +40,7 @@ class Sums:
         hasher = PageHasher([pool], self._failures.append)
         self._hashers.append(hasher)
         ended: queue.SimpleQueue[tuple[PageSum, ...]] = queue.SimpleQueue()
-        hasher.submit([LocalPage(Place(0, 3), page_id, tokens)], ended.put)
+        hasher.submit([LocalPage(PagePlace(0, 3), page_id, tokens)], ended.put)
         (found,) = ended.get(timeout=10)
         assert found.place == (0, 3)
         return found.value
@@ -100,7 +100,7 @@ def test_words_that_differ_in_one_place_have_other_sums() -> None:
 def test_a_page_that_is_not_there_is_the_workers_failure() -> None:
     failures: list[str] = []
     hasher = PageHasher([random_pool(PageOrder.PAGE_FIRST)], failures.append)
-    hasher.submit([LocalPage(Place(1, 0), 0, TOKENS)], lambda sums: None)
+    hasher.submit([LocalPage(PagePlace(1, 0), 0, TOKENS)], lambda sums: None)
     hasher.close()
     assert len(failures) == 1
 
@@ -125,11 +125,11 @@ def test_off_and_all() -> None:
 
 def test_the_last_page_counts_as_far_as_it_is_filled() -> None:
     tables = [[5, 6, 7], [-1, 9, 8]]
-    found = locate([Place(0, 1), Place(0, 2), Place(1, 2)], tables, 4, 10)
+    found = locate([PagePlace(0, 1), PagePlace(0, 2), PagePlace(1, 2)], tables, 4, 10)
     assert [(page.page_id, page.tokens) for page in found] == [(6, 4), (7, 2), (8, 2)]
 
 
 @pytest.mark.parametrize("place", [(0, 3), (1, 0), (2, 0), (0, 2)])
 def test_what_is_not_held_is_not_hashed(place: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="is not held"):
-        locate([Place(*place)], [[5, 6, 7], [-1, 9, 8]], 4, 8)
+        locate([PagePlace(*place)], [[5, 6, 7], [-1, 9, 8]], 4, 8)

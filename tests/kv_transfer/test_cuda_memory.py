@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker import loading
-from kvrelay.kv_transfer import scratch
+from kvrelay.kv_transfer import scratch_pages
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.wire.worker_info import WorkerRole
@@ -64,13 +64,13 @@ def test_pages_that_are_registered_are_allocated_so(
             seen.append(told[-1])
             super().__init__(*args)
 
-    for module in (scratch, loading):
+    for module in (scratch_pages, loading):
         monkeypatch.setattr(module, "KVPool", Pool)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
     path = make_checkpoint(tmp_path / "llama")
     config = WorkerConfig("a", WorkerRole.AGGREGATED, path, "tiny", kv_memory=1 << 20)
     model = loading.load_model(config)
-    landing = scratch.make_landing(scratch.make_scratch(model.pools[0], "w"))
+    landing = scratch_pages.make_landing(scratch_pages.make_scratch(model.pools[0], "w"))
     assert isinstance(landing, Pool)
     assert seen == ["expandable_segments:False"] * 3
     assert told[-1] == EXPANDABLE

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvrelay.kv_transfer.mooncake_store import MooncakeAddress, MooncakeStore
-from kvrelay.mem_cache.storage_pages import StoragePage
+from kvrelay.mem_cache.storage.storage_pages import StoragePage
 from tests.kv_transfer.test_nixl_files import finish
 from tests.mem_cache.stored_files import LAYOUT, POOL_BYTES, bytes_of, prompt
 from tests.ports import free_port

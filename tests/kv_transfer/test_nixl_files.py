@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvrelay.kv_transfer.nixl_files import NixlFiles
-from kvrelay.mem_cache.file_io import FileTransfer, Piece
-from kvrelay.mem_cache.storage_files import FileStore
-from kvrelay.mem_cache.storage_pages import StoragePage, StoreOperation
+from kvrelay.mem_cache.storage.file_io import FilePiece, FileTransfer
+from kvrelay.mem_cache.storage.storage_files import FileStore
+from kvrelay.mem_cache.storage.storage_pages import StoragePage, StoreOperation
 from tests.mem_cache.stored_files import LAYOUT, PAGE_TOKENS, POOL_BYTES, bytes_of, prompt
 
 WAIT_S = 60.0
@@ -41,8 +41,8 @@ class Files:
         os.posix_fallocate(self.file, 0, 1 << 16)
         self.io.add_file(self.file, 1 << 16)
 
-    def piece(self, at: int, offset: int, nbytes: int) -> Piece:
-        return Piece(self.memory.ctypes.data + at, offset, nbytes)
+    def piece(self, at: int, offset: int, nbytes: int) -> FilePiece:
+        return FilePiece(self.memory.ctypes.data + at, offset, nbytes)
 
 
 @pytest.fixture
@@ -95,7 +95,9 @@ def test_no_byte_arrives_after_an_error_and_no_other_transfer_notices(tmp_path: 
 
     def read(part: int, last: int) -> FileTransfer:
         address = memory[part].ctypes.data
-        return io.read(file, [Piece(address + at * size, at * size, size) for at in range(last)])
+        return io.read(
+            file, [FilePiece(address + at * size, at * size, size) for at in range(last)]
+        )
 
     for _ in range(3):
         memory[:] = 0

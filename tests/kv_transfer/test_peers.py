@@ -13,13 +13,13 @@ import pytest
 
 from kvrelay.kv_transfer import endpoints, peers, second_tries
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.wire.agent import AgentDescription
+from kvrelay.wire.agent_description import AgentDescription
 from tests.kv_transfer.peer_process import WAIT_S, Peer, assert_page, make_pool, read
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.kv_transfer.spans import PoolLayout
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from tests.kv_transfer.peer_process import (

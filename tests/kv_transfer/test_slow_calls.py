@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvrelay.device.work_in_progress import WorkInProgress
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.assembly import Assembly
 from kvrelay.kv_transfer.agent import TransferAgent, _layout
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.kv_transfer.peer_description import PeerDescription
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.wire.worker_info import WorkerRole
 from tests.kv_transfer.peer_process import WAIT_S, make_pool
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvrelay.kv_transfer.spans import PoolLayout, pair_spans
+from kvrelay.kv_transfer.byte_runs import PoolLayout, pair_spans
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.endpoints import Endpoints
 from kvrelay.kv_transfer.errors import TransferError
-from kvrelay.kv_transfer.landing import LandingAreas
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint, NixlTransfer
+from kvrelay.kv_transfer.probe_landing import LandingAreas
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.kv_transfer.reads_from_peers import ReadsFromPeers
-from kvrelay.kv_transfer.scratch import make_landing
-from kvrelay.kv_transfer.spans import PoolLayout
+from kvrelay.kv_transfer.scratch_pages import make_landing
 from kvrelay.kv_transfer.transport_probe import TransportProber
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
@@ -250,7 +250,9 @@ async def test_a_probe_sees_other_bytes(
 ) -> None:
     peer = Peer()
     agent.add_peer(peer.description)
-    monkeypatch.setattr("kvrelay.kv_transfer.scratch.scratch_byte", lambda name, page, layer: 7)
+    monkeypatch.setattr(
+        "kvrelay.kv_transfer.scratch_pages.scratch_byte", lambda name, page, layer: 7
+    )
     found = await TransportProber(agent, floor=0.0).measure(peer.description.incarnation)
     assert "other bytes than it has" in found.refusal
     peer.stop()

@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 
+from kvrelay.device import cuda_streams
 from kvrelay.kv_transfer import agent as agent_module
 from kvrelay.kv_transfer import checksums, ucx_settings
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
-from kvrelay.mem_cache import cuda_streams
-from kvrelay.wire.hand_over import Place
+from kvrelay.wire.hand_over import PagePlace
 from tests.kv_transfer.peer_process import make_pool
 
 WAIT_S = 30.0
@@ -71,7 +71,7 @@ def test_every_thread_that_calls_nixl_or_reads_pages_uses_their_device(
     record(checksums.PageHasher, "_sum")
     hashed = threading.Event()
     agent = TransferAgent(f"entering-{time.monotonic_ns()}", [make_pool()], print)
-    agent.hash_pages([LocalPage(Place(0, 0), 1, 2)], lambda _: hashed.set())
+    agent.hash_pages([LocalPage(PagePlace(0, 0), 1, 2)], lambda _: hashed.set())
     assert hashed.wait(WAIT_S)
     alive = threading.Event()
     agent.report_alive(alive.set)

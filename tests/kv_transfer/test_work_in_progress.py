@@ -6,11 +6,11 @@ import threading
 
 import torch
 
+from kvrelay.device.work_in_progress import WorkInProgress
 from kvrelay.kv_transfer.checksums import LocalPage, PageHasher
-from kvrelay.kv_transfer.work_in_progress import WorkInProgress
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.wire.hand_over import Place
+from kvrelay.wire.hand_over import PagePlace
 
 
 def test_the_oldest_piece_counts_from_the_end_of_the_one_before_it():
@@ -38,8 +38,8 @@ def test_a_hasher_that_hangs_is_at_its_oldest_order():
         begun.set()
         go_on.wait()
 
-    hasher.submit([LocalPage(Place(0, 0), 1, 2)], hang)
-    hasher.submit([LocalPage(Place(0, 0), 1, 1)], lambda sums: None)
+    hasher.submit([LocalPage(PagePlace(0, 0), 1, 2)], hang)
+    hasher.submit([LocalPage(PagePlace(0, 0), 1, 1)], lambda sums: None)
     begun.wait()
     oldest = hasher.work.oldest
     assert oldest is not None

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrelay.mem_cache.host_page import HostPage, HostPageState
-from kvrelay.mem_cache.host_tier import HostTier
-from kvrelay.mem_cache.prefix_log import PrefixLog
-from kvrelay.mem_cache.tier_copies import CopyEnded, PageMoves
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.host.host_page import HostPage, HostPageState
+from kvrelay.mem_cache.host.host_tier import HostTier
+from kvrelay.mem_cache.host.tier_copies import CopyEnded, PageMoves
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
+from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from tests.known import known
 from tests.mem_cache.truth import truth_of
 

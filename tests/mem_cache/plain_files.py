@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.mem_cache import storage_index
-from kvrelay.mem_cache.file_io import Piece
+from kvrelay.mem_cache.storage import storage_index
+from kvrelay.mem_cache.storage.file_io import FilePiece
 
 
 class Killed(BaseException):
@@ -39,7 +39,7 @@ class PlainTransfer:
 
     files: PlainFiles
     file: int
-    pieces: list[Piece]
+    pieces: list[FilePiece]
     is_write: bool
     ended: bool = False
 
@@ -51,7 +51,7 @@ class PlainTransfer:
         self.files.running.remove(self)
         return not self.files.failed.pop(self, False)
 
-    def _move(self, piece: Piece) -> bool:
+    def _move(self, piece: FilePiece) -> bool:
         """False: an error ends the transfer."""
         memory = (ctypes.c_char * piece.nbytes).from_address(piece.address)
         if self.is_write:
@@ -93,17 +93,17 @@ class PlainFiles:
         assert not any(one.file == file for one in self.running), "a transfer uses it"
         del self.files[file]
 
-    def read(self, file: int, pieces: Sequence[Piece]) -> PlainTransfer:
+    def read(self, file: int, pieces: Sequence[FilePiece]) -> PlainTransfer:
         return self._start(file, pieces, is_write=False)
 
-    def write(self, file: int, pieces: Sequence[Piece]) -> PlainTransfer:
+    def write(self, file: int, pieces: Sequence[FilePiece]) -> PlainTransfer:
         return self._start(file, pieces, is_write=True)
 
     def close(self) -> None:
         assert not self.running
         assert not self.files
 
-    def _start(self, file: int, pieces: Sequence[Piece], *, is_write: bool) -> PlainTransfer:
+    def _start(self, file: int, pieces: Sequence[FilePiece], *, is_write: bool) -> PlainTransfer:
         for piece in pieces:
             assert piece.offset + piece.nbytes <= self.files[file]
             assert any(

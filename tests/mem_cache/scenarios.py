@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.load import PoolCounts
 from tests.mem_cache.memory import Holder, Memory

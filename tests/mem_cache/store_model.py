@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrelay.mem_cache.host_page import HostPageState
-from kvrelay.mem_cache.storage_orders import (
+from kvrelay.mem_cache.host.host_page import HostPageState
+from kvrelay.mem_cache.storage.storage_orders import (
     Fetch,
     Forget,
     LookUp,
@@ -19,7 +19,7 @@ from kvrelay.mem_cache.storage_orders import (
     StorageOrder,
     Store,
 )
-from kvrelay.mem_cache.storage_pages import StoragePage, StoreState
+from kvrelay.mem_cache.storage.storage_pages import StoragePage, StoreState
 from tests.known import known
 from tests.mem_cache.truth import truth_of
 

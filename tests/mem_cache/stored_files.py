@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.mem_cache.storage_files import FileStore
-from kvrelay.mem_cache.storage_format import StorageFormat
-from kvrelay.mem_cache.storage_pages import NOTHING_BEFORE, StoragePage, StoreOperation
+from kvrelay.mem_cache.storage.storage_files import FileStore
+from kvrelay.mem_cache.storage.storage_format import StorageFormat
+from kvrelay.mem_cache.storage.storage_pages import NOTHING_BEFORE, StoragePage, StoreOperation
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes, token_bytes
 from tests.known import known

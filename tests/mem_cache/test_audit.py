@@ -9,11 +9,11 @@ import pytest
 
 from kvrelay.mem_cache.audit import Audit
 from kvrelay.mem_cache.errors import ConservationError
-from kvrelay.mem_cache.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.promises import Promises
+from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.promises import Promises
-from kvrelay.mem_cache.radix_tree import RadixTree
-from kvrelay.mem_cache.rows import Rows
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import CacheShape, PoolShape
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.device.cuda_streams import make_pinning
 from kvrelay.mem_cache import convert
 from kvrelay.mem_cache.convert import CopyPlan, copy_pages
-from kvrelay.mem_cache.cuda_streams import make_pinning
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.mem_cache.host_page import HostPage, HostPageState
-from kvrelay.mem_cache.host_pages import HostPages
+from kvrelay.mem_cache.host.host_page import HostPage, HostPageState
+from kvrelay.mem_cache.host.host_pages import HostPages
 
 SIZE = 4
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvrelay.mem_cache.host_page import HostPage, HostPart
-from kvrelay.mem_cache.host_pages import HostPages
-from kvrelay.mem_cache.host_windows import HostWindow
+from kvrelay.mem_cache.host.host_page import HostPage, HostPart
+from kvrelay.mem_cache.host.host_pages import HostPages
+from kvrelay.mem_cache.host.host_windows import HostWindow
 
 SIZE = 4
 BEHIND = 2

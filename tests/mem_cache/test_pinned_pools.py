@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrelay.mem_cache.cuda_streams import CudaPinning, make_pinning
+from kvrelay.device.cuda_streams import CudaPinning, make_pinning
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool

@@ -13,18 +13,18 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from kvrelay.mem_cache.account import NO_PAGES
-from kvrelay.mem_cache.eviction_queue import EvictionQueue
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Lease, LeaseState
-from kvrelay.mem_cache.lease_lengths import LeaseLengths
-from kvrelay.mem_cache.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.lease import Lease, LeaseState
+from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
+from kvrelay.mem_cache.leases.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.promises import Promises
+from kvrelay.mem_cache.leases.publishing import PrefixSharing
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix_index import PrefixLock
-from kvrelay.mem_cache.promises import Promises
-from kvrelay.mem_cache.radix_forest import RadixForest
-from kvrelay.mem_cache.radix_node import RadixNode
-from kvrelay.mem_cache.radix_tree import RadixTree
-from kvrelay.mem_cache.sharing import PrefixSharing
+from kvrelay.mem_cache.prefix.eviction_queue import EvictionQueue
+from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
+from kvrelay.mem_cache.prefix.radix_forest import RadixForest
+from kvrelay.mem_cache.prefix.radix_node import RadixNode
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from tests.mem_cache.planting import SEARCH, Faults, find, wrap
 from tests.mem_cache.test_memory_model import KINDS, MemoryMachine
 from tests.mem_cache.test_settled import (

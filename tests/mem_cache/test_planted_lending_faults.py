@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from kvrelay.mem_cache.host_page import HostPage
-from kvrelay.mem_cache.host_pages import HostPages
-from kvrelay.mem_cache.host_tier import HostTier
+from kvrelay.mem_cache.host.host_page import HostPage
+from kvrelay.mem_cache.host.host_pages import HostPages
+from kvrelay.mem_cache.host.host_tier import HostTier
 from tests.known import known
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
 from tests.mem_cache.test_planted_host_faults import HostMachine

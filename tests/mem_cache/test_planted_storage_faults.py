@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvrelay.mem_cache.storage_buffers import PageBuffers
-from kvrelay.mem_cache.storage_files import FileStore
-from kvrelay.mem_cache.storage_folders import OwnFolder
-from kvrelay.mem_cache.storage_format import IndexRecord, StorageFormat
-from kvrelay.mem_cache.storage_index import IndexWriter
-from kvrelay.mem_cache.storage_pages import StoragePage
+from kvrelay.mem_cache.storage.storage_buffers import PageBuffers
+from kvrelay.mem_cache.storage.storage_files import FileStore
+from kvrelay.mem_cache.storage.storage_folders import OwnFolder
+from kvrelay.mem_cache.storage.storage_format import IndexRecord, StorageFormat
+from kvrelay.mem_cache.storage.storage_index import IndexWriter
+from kvrelay.mem_cache.storage.storage_pages import StoragePage
 from tests.mem_cache.planting import Faults, wrap
 from tests.mem_cache.test_storage_damage import DAMAGES, KILLS, survives_a_kill, survives_damage
 

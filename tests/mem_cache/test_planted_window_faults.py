@@ -10,12 +10,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from kvrelay.mem_cache.host_page import HostPage, HostPart
-from kvrelay.mem_cache.host_pages import HostPages
-from kvrelay.mem_cache.host_windows import HostWindow
+from kvrelay.mem_cache.host.host_page import HostPage, HostPart
+from kvrelay.mem_cache.host.host_pages import HostPages
+from kvrelay.mem_cache.host.host_windows import HostWindow
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.radix_windows import RadixWindows
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.prefix.radix_windows import RadixWindows
 from tests.known import known
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
 from tests.mem_cache.test_planted_host_faults import NOBODYS, HostMachine

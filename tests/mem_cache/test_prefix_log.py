@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from kvrelay.mem_cache.no_prefix_index import NoPrefixIndex
-from kvrelay.mem_cache.prefix_index import PrefixLock
-from kvrelay.mem_cache.prefix_log import PrefixLog
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
+from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
+from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import PageHashes
 

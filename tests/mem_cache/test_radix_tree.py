@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from kvrelay.mem_cache.prefix_index import PrefixLock
-from kvrelay.mem_cache.radix_node import RadixNode
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
+from kvrelay.mem_cache.prefix.radix_node import RadixNode
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 
 TOKENS = np.arange(64, dtype=np.int32)
 PAGES = np.arange(16, dtype=np.int32)

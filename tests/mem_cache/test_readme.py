@@ -9,8 +9,8 @@ import pytest
 
 from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.lease import Lease
-from kvrelay.mem_cache.session_leases import SessionLeases
+from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.session_leases import SessionLeases
 
 PAGE = Path(__file__).parents[2] / "mem_cache" / "README.md"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.mem_cache.errors import KVCacheError
-from kvrelay.mem_cache.lease import LeaseState
-from kvrelay.mem_cache.release import Outcome, release_kv_cache
-from kvrelay.mem_cache.session import Sessions
+from kvrelay.mem_cache.leases.lease import LeaseState
+from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.leases.session_memory import SessionMemory
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (
     OTHERS,
@@ -112,7 +112,7 @@ def test_scenario_17_admission_refused_twice_after_a_restore(refused_by):
 def test_scenario_18_turn_is_aborted_and_all_that_it_held_comes_back(later, page_size):
     """A first turn of A=20; a later one of A=65 that began with a session of A=50."""
     memory = make(page_size, 80 // page_size, rows=2)
-    kv_cache, sessions = memory.kv_cache, Sessions(memory.kv_cache)
+    kv_cache, sessions = memory.kv_cache, SessionMemory(memory.kv_cache)
     tokens, held = (50, 65) if later else (20, 20)
     lease = kv_cache.open("turn", tokens)
     assert lease is not None
@@ -140,7 +140,7 @@ def test_scenario_18_turn_is_aborted_and_all_that_it_held_comes_back(later, page
 
 def test_scenario_19_second_turn_cancelled_before_it_starts_leaves_the_first_alone():
     memory = make(4, 12)
-    sessions = Sessions(memory.kv_cache)
+    sessions = SessionMemory(memory.kv_cache)
     first = holding(memory, 10, 12)
     sessions.save("s", first.lease)
     assert sessions.borrow("s", "first", 10, 20) is first.lease
@@ -166,7 +166,7 @@ def test_scenario_19_second_turn_cancelled_before_it_starts_leaves_the_first_alo
 @pytest.mark.parametrize("ends", ["saved", "rolled back", "aborted"])
 def test_scenario_20_session_closed_while_its_turn_decodes_is_released_once_after_it(ends):
     memory = make(4, 12)
-    sessions = Sessions(memory.kv_cache)
+    sessions = SessionMemory(memory.kv_cache)
     turn = holding(memory, 10, 12)
     sessions.save("s", turn.lease)
     assert sessions.borrow("s", "turn", 10, 24) is turn.lease
@@ -197,7 +197,7 @@ def test_scenario_20_session_closed_while_its_turn_decodes_is_released_once_afte
 
 def test_scenario_21_lent_session_is_counted_once_while_its_turn_runs():
     memory = make(4, 12)
-    sessions = Sessions(memory.kv_cache)
+    sessions = SessionMemory(memory.kv_cache)
     holder = holding(memory, 14, 18, protected=8)
     sessions.save("s", holder.lease)
 
@@ -221,11 +221,11 @@ def test_scenario_21_lent_session_is_counted_once_while_its_turn_runs():
     assert_at_baseline(memory)
 
 
-def idle_sessions(*names: str) -> tuple[Memory, Sessions, list[float]]:
+def idle_sessions(*names: str) -> tuple[Memory, SessionMemory, list[float]]:
     """Sessions of two pages each, saved at seconds 0, 1 and so on, and nothing free."""
     memory = make(4, 2 * len(names))
     now = [0.0]
-    sessions = Sessions(memory.kv_cache, lambda: now[0])
+    sessions = SessionMemory(memory.kv_cache, lambda: now[0])
     for name in names:
         holder = holding(memory, 8, 8)
         memory.holders.remove(holder)
@@ -264,7 +264,7 @@ def test_sessions_expire_when_they_have_been_idle_for_so_long_but_not_while_they
 @pytest.mark.parametrize("ends", ["saved", "rolled back", "aborted"])
 def test_scenario_20_turn_that_computes_nothing_keeps_the_fences_of_the_one_before(ends):
     memory = make(4, 6)
-    sessions = Sessions(memory.kv_cache)
+    sessions = SessionMemory(memory.kv_cache)
     holder = start(memory, TOKENS, 24)
     generate(memory, holder, 8, 2, overlap=True)
     memory.holders.remove(holder)

@@ -18,9 +18,9 @@ ROOMS = (
     "decode_worker",
     "aggregated_worker",
 )
-INDEXES = {"mem_cache/no_prefix_index.py"}
+INDEXES = {"mem_cache/prefix/no_prefix_index.py"}
 ALLOCATOR = "mem_cache/page_allocator.py"
-HOST_SLOTS = "mem_cache/host_slots.py"
+HOST_SLOTS = "mem_cache/host/host_slots.py"
 """It moves pages of the host's pools, which have accounts of their own."""
 MANAGER = "mem_cache/kv_cache_manager.py"
 SOURCES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
@@ -43,39 +43,41 @@ def users_of(*attributes: str) -> set[str]:
 
 # Attributes, and all files that may read one of them, but for those that define them.
 USERS = {
-    "free_lease": {"mem_cache/release.py"},
+    "free_lease": {"mem_cache/leases/release.py"},
     "end_lease": {MANAGER},
     "close_lease": {MANAGER},
-    "begin_lease": {MANAGER, "mem_cache/sharing.py"},
+    "begin_lease": {MANAGER, "mem_cache/leases/publishing.py"},
     "LEASE QUARANTINE INDEX SESSION": {ALLOCATOR, HOST_SLOTS, "mem_cache/audit.py"},
     "accounts": {ALLOCATOR, "mem_cache/audit.py"},
     "move": {ALLOCATOR, HOST_SLOTS},
     "free_after": {
-        "mem_cache/lease_lengths.py",
-        "mem_cache/lease_table.py",
-        "mem_cache/session_leases.py",
-        "mem_cache/sharing.py",
+        "mem_cache/leases/lease_lengths.py",
+        "mem_cache/leases/lease_table.py",
+        "mem_cache/leases/session_leases.py",
+        "mem_cache/leases/publishing.py",
     },
-    "move_to_index": {"mem_cache/sharing.py"},
-    "move_to_session": {"mem_cache/session_leases.py"},
-    "move_from_session": {"mem_cache/lease_table.py", "mem_cache/session_leases.py"},
-    "move_to": {"mem_cache/lease_table.py", "mem_cache/session_leases.py"},
+    "move_to_index": {"mem_cache/leases/publishing.py"},
+    "move_to_session": {"mem_cache/leases/session_leases.py"},
+    "move_from_session": {"mem_cache/leases/lease_table.py", "mem_cache/leases/session_leases.py"},
+    "move_to": {"mem_cache/leases/lease_table.py", "mem_cache/leases/session_leases.py"},
     "evict": INDEXES | {ALLOCATOR},
-    "unlock": INDEXES | {"mem_cache/radix_tree.py"} | {ALLOCATOR, MANAGER, "mem_cache/sharing.py"},
+    "unlock": INDEXES
+    | {"mem_cache/prefix/radix_tree.py"}
+    | {ALLOCATOR, MANAGER, "mem_cache/leases/publishing.py"},
     "SAVED": {
         "mem_cache/audit.py",
-        "mem_cache/lease_table.py",
-        "mem_cache/release.py",
-        "mem_cache/session.py",
-        "mem_cache/session_leases.py",
+        "mem_cache/leases/lease_table.py",
+        "mem_cache/leases/release.py",
+        "mem_cache/leases/session_memory.py",
+        "mem_cache/leases/session_leases.py",
     },
 }
 DEFINED_IN = {
     "LEASE QUARANTINE INDEX SESSION": "mem_cache/account.py",
     "move": "mem_cache/account.py",
     "accounts": ALLOCATOR,
-    "move_to": "mem_cache/lease.py",
-    "SAVED": "mem_cache/lease.py",
+    "move_to": "mem_cache/leases/lease.py",
+    "SAVED": "mem_cache/leases/lease.py",
 }
 
 
@@ -119,5 +121,8 @@ def test_the_engine_releases_in_one_place():
         and isinstance(node.func, ast.Name)
         and node.func.id == "release_kv_cache"
     }
-    leases_of_sessions_and_loads = {"mem_cache/session.py", "mem_cache/host_loads.py"}
+    leases_of_sessions_and_loads = {
+        "mem_cache/leases/session_memory.py",
+        "mem_cache/host/host_loads.py",
+    }
     assert calls == {"engine/scheduler/context.py"} | leases_of_sessions_and_loads

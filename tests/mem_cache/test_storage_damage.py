@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvrelay.mem_cache.storage_format import StorageFormat
-from kvrelay.mem_cache.storage_pages import StoragePage
+from kvrelay.mem_cache.storage.storage_format import StorageFormat
+from kvrelay.mem_cache.storage.storage_pages import StoragePage
 from tests.known import known
 from tests.mem_cache.plain_files import Killed, kill_index_writes
 from tests.mem_cache.stored_files import LAYOUT, PAGE_TOKENS, POOL_BYTES, Worker, keys, prompt

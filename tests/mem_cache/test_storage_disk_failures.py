@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.mem_cache.storage_pages import RETRY_SECONDS
+from kvrelay.mem_cache.storage.storage_pages import RETRY_SECONDS
 from tests.known import known
 from tests.mem_cache.plain_files import Budget, PlainFiles
 from tests.mem_cache.stored_files import LAYOUT, Worker, keys, prompt
@@ -47,7 +47,7 @@ def test_a_write_that_fails_keeps_nothing_and_loses_no_slot(
         if where == "sync":
             patch.setattr(os, "fdatasync", refuse)
         if where == "index":
-            patch.setattr("kvrelay.mem_cache.storage_index._write", refuse)
+            patch.setattr("kvrelay.mem_cache.storage.storage_index._write", refuse)
         assert worker.put(pages) == [False] * 3
     assert worker.store.state().write_error
     assert known(worker.store.state().pool).free == 12
@@ -143,7 +143,7 @@ def test_a_page_is_kept_that_cannot_be_opened_for_too_many_files(
         raise OSError(errno.EMFILE, "too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvrelay.mem_cache.storage_folders.SegmentFile", refuse_file)
+        patch.setattr("kvrelay.mem_cache.storage.storage_folders.SegmentFile", refuse_file)
         assert reader.get(pages) == [False, False]
     assert reader.get(pages) == [True, True]
     assert reader.broken == 0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.mem_cache.storage_format import RECORD_BYTES, IndexRecord
-from kvrelay.mem_cache.storage_index import IndexReader
-from kvrelay.mem_cache.storage_pages import NOTHING_BEFORE
+from kvrelay.mem_cache.storage.storage_format import RECORD_BYTES, IndexRecord
+from kvrelay.mem_cache.storage.storage_index import IndexReader
+from kvrelay.mem_cache.storage.storage_pages import NOTHING_BEFORE
 from kvrelay.wire.page_hash import HASH_BYTES
 from tests.known import known
 from tests.mem_cache.stored_files import LAYOUT, Worker, keys, prompt
@@ -139,7 +139,7 @@ def test_a_successor_may_have_another_size(
 
 
 def test_a_long_index_is_written_anew_and_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvrelay.mem_cache.storage_index._SPARE_RECORDS", 4)
+    monkeypatch.setattr("kvrelay.mem_cache.storage.storage_index._SPARE_RECORDS", 4)
     writer, reader = Worker(tmp_path, slots=4), Worker(tmp_path)
     for number in range(20):
         pages = prompt(number, 3)

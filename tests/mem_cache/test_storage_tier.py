@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.mem_cache.host_pages import HostPages
-from kvrelay.mem_cache.storage_orders import Fetch, LookUp, StorageEnded, StorageOrder, Store
-from kvrelay.mem_cache.storage_pages import RETRY_SECONDS, StoreState
-from kvrelay.mem_cache.storage_tier import HANG_SECONDS, MOST_LOOKS, Prefetch, StorageTier
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.host.host_pages import HostPages
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
+from kvrelay.mem_cache.storage.storage_orders import (
+    Fetch,
+    LookUp,
+    StorageEnded,
+    StorageOrder,
+    Store,
+)
+from kvrelay.mem_cache.storage.storage_pages import RETRY_SECONDS, StoreState
+from kvrelay.mem_cache.storage.storage_tier import HANG_SECONDS, MOST_LOOKS, Prefetch, StorageTier
 from tests.known import known
 
 WELL, FULL = StoreState(None), StoreState(None, write_error="the disk is full")

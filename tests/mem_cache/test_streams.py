@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvrelay.mem_cache.cuda_streams import CudaStreams, make_streams
-from kvrelay.mem_cache.streams import (
+from kvrelay.device.cuda_streams import CudaStreams, make_streams
+from kvrelay.device.device_streams import (
     KEPT_USES,
     LARGE_BYTES,
     STEPS_IN_FLIGHT,

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from kvrelay.mem_cache.streams import PASSED
+from kvrelay.device.device_streams import PASSED
 from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer
 from kvrelay.model_runner.checkpoint import checkpoint as checkpoint_module

@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kvrelay.model_runner.kernels import sampling_triton
-from kvrelay.model_runner.kernels.gumbel import add_noise, random_words
+from kvrelay.cpu_kernels.gumbel import add_noise, random_words
+from kvrelay.model_runner.sampling import sampling_triton
 from kvrelay.model_runner.sampling.device_sampler import launch, sample_on_device
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_row
 from kvrelay.model_runner.sampling.step_sampling import DeviceSampling
 from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts, places_of
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

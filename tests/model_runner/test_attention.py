@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.lanes import has_bfloat16_products
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import torch_attention
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.backend import AttentionFactory
-from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
-from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

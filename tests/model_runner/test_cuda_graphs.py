@@ -12,7 +12,7 @@ import torch
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import runner as runner_module
-from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.attention.new_tokens import StaticNewTokens
@@ -26,7 +26,7 @@ from kvrelay.model_runner.graphs.padding import empty_batch, is_decode, pad_batc
 from kvrelay.model_runner.layers.decoder import StepInputs
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.sampler import SamplingRow
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.model_runner import graph_double
 from tests.model_runner.graph_double import Recording
 from tests.model_runner.sequences import Sequences

@@ -20,7 +20,7 @@ from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.model_runner.samples import as_tokens
 from tests.model_runner.tiny_models import Models
 

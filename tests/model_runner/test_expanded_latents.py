@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.model_runner.attention import expanded_latents, flashinfer_attention
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.expanded_latents import (
     ExpandedStep,
     SplitLatents,

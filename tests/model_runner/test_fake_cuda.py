@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from kvrelay.model_runner import batch
 from kvrelay.model_runner.attention import flashinfer_attention
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInfer,
     FlashInferStepAttention,
@@ -27,7 +27,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler
 from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, NAMES
@@ -35,7 +35,7 @@ from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
 
 sampling_triton = pytest.importorskip(
-    "kvrelay.model_runner.kernels.sampling_triton", exc_type=ImportError
+    "kvrelay.model_runner.sampling.sampling_triton", exc_type=ImportError
 )
 
 

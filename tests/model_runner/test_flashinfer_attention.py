@@ -19,8 +19,8 @@ from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import backend as backend_module
 from kvrelay.model_runner.attention import flashinfer_append, flashinfer_attention
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.backend import AttentionFactory
-from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInfer,

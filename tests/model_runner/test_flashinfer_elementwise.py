@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import flashinfer_append
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.flashinfer_append import AppendKernel, appends
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.new_tokens import NewTokens

@@ -13,8 +13,8 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import fp8_pages
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.backend import AttentionFactory
-from kvrelay.model_runner.attention.choice import AttentionChoice
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.dequantized_attention import (
     DequantizedAttention,

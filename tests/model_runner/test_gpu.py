@@ -15,7 +15,7 @@ import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInfer,
     FlashInferAttention,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvrelay.model_runner.attention.choice import AttentionChoice
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.attention.expanded_latents import SplittingAttention
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrelay.model_runner.kernels.gumbel import WORDS_MULTIPLE, add_noise, random_words
+from kvrelay.cpu_kernels.gumbel import WORDS_MULTIPLE, add_noise, random_words
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_token_id
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 
 Words = np.ndarray[tuple[int], np.dtype[np.uint32]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.model_runner.kernels.jit import kernel
-from kvrelay.model_runner.kernels.kernel_cache import SOURCES, make_cache_folder
+from kvrelay.cpu_kernels.jit import kernel
+from kvrelay.cpu_kernels.kernel_cache import SOURCES, make_cache_folder
 
 NORM = """
 import inspect
 import numpy as np
-from kvrelay.model_runner.kernels.elementwise import rms_norm
+from kvrelay.cpu_kernels.elementwise_kernels import rms_norm
 ones = np.ones(4, np.uint16)
 out = ones.copy()
 rms_norm(1, 1, 4, ones.ctypes.data, ones.ctypes.data, False, 1e-6, out.ctypes.data)
@@ -24,9 +24,9 @@ stats = rms_norm.stats
 print(inspect.getfile(rms_norm.py_func), stats.cache_path, sum(stats.cache_hits.values()))
 """
 REPORT = """
-from kvrelay.model_runner.kernels.decode_attention import attend_rows
-from kvrelay.model_runner.kernels.elementwise import rms_norm
-from kvrelay.model_runner.kernels.write_kv import write_kv
+from kvrelay.cpu_kernels.attention.decode_attention import attend_rows
+from kvrelay.cpu_kernels.elementwise_kernels import rms_norm
+from kvrelay.cpu_kernels.write_kv import write_kv
 for kernel in rms_norm, write_kv, attend_rows:
     print(kernel.stats.cache_path)
 """
@@ -47,7 +47,9 @@ def cache_paths(cache_home: str) -> list[str]:
     return run.stdout.split()
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in SOURCES.glob("*.py")))
+@pytest.mark.parametrize(
+    "name", sorted(path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.py"))
+)
 def test_a_change_of_any_source_is_another_cache(tmp_path: Path, sources: Path, name: str) -> None:
     before = make_cache_folder(tmp_path, sources)
     assert make_cache_folder(tmp_path, sources) == before == make_cache_folder(tmp_path)
@@ -68,7 +70,7 @@ def test_a_kernel_outside_of_the_sources_is_refused() -> None:
     def double(x: float) -> float:
         return 2 * x
 
-    with pytest.raises(AssertionError, match="a kernel outside of kernels/"):
+    with pytest.raises(AssertionError, match="a kernel outside of cpu_kernels/"):
         kernel(double)
 
 
@@ -88,8 +90,8 @@ def test_kernels_lie_below_the_users_cache_and_are_found_from_everywhere(tmp_pat
     folder, here = make_cache_folder(tmp_path), os.environ.get("PYTHONPATH", "")
     file, *kept = compiled(here, tmp_path)
     assert kept == [folder, 0]
-    copy = tmp_path / "copy" / "kvrelay" / "model_runner"
-    shutil.copytree(SOURCES.parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = tmp_path / "copy" / "kvrelay" / "cpu_kernels"
+    shutil.copytree(SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__"))
     other, *kept = compiled(os.pathsep.join([str(tmp_path / "copy"), here]), tmp_path)
     assert kept == [folder, 1]
     assert Path(other).is_relative_to(copy)

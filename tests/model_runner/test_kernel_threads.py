@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.attention import cpu_attention, fp8_pages
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.layers import elementwise, linear
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.sequences import Sequences

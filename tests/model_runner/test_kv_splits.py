@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.backend import AttentionFactory
-from kvrelay.model_runner.attention.choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
 from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 from numba.extending import intrinsic
 
-from kvrelay.model_runner.kernels import lanes
-from kvrelay.model_runner.kernels.pair_memory import FLOAT, address_of, load, pointer, store
+from kvrelay.cpu_kernels import lanes
+from kvrelay.cpu_kernels.pair_memory import FLOAT, address_of, load, pointer, store
 
 Floats = npt.NDArray[np.float32]
 

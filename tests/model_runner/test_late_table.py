@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.mem_cache.streams import STEPS_IN_FLIGHT, Event
+from kvrelay.device.device_streams import STEPS_IN_FLIGHT, DeviceEvent
 from kvrelay.model_runner.attention import device_table
 from kvrelay.model_runner.attention.device_table import DeviceTable, gather_page_ids
 from kvrelay.model_runner.attention.paged_plan import plan_pages, visible_pages
@@ -28,7 +28,7 @@ CHANGES = ("join", "leave", "grow", "grow", "grow", "slide", "refuse", "swap")
 class InFlight(NamedTuple):
     """A step that was launched, and what its kernels must find."""
 
-    home: Event
+    home: DeviceEvent
     table: Int32Array
     page_ids: Int32Array
     seen: list[torch.Tensor]

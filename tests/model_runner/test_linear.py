@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.model_runner.kernels import tiles
-from kvrelay.model_runner.kernels.lanes import has_bfloat16_products
-from kvrelay.model_runner.kernels.product import multiply
-from kvrelay.model_runner.kernels.product_floats import has_float_products
-from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
+from kvrelay.cpu_kernels.lanes import has_bfloat16_products
+from kvrelay.cpu_kernels.products import tiles
+from kvrelay.cpu_kernels.products.product import multiply
+from kvrelay.cpu_kernels.products.product_floats import has_float_products
+from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers import linear as linear_layer
 from kvrelay.model_runner.layers.linear import LinearFactory, PackedLinear, PanelLinear, PlainLinear
 from kvrelay.model_runner.layers.weight_memory import WeightMemory

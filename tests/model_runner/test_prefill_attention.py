@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kvrelay.cpu_kernels.attention.prefill_attention import Strip, find_tile
+from kvrelay.cpu_kernels.attention.prefill_lanes import ROWS, VECTORS
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.lanes import LANES, has_bfloat16_products
+from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import cpu_attention
 from kvrelay.model_runner.attention.cpu_attention import TILES, CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
-from kvrelay.model_runner.kernels.kernel_threads import KernelThreads
-from kvrelay.model_runner.kernels.lanes import LANES, has_bfloat16_products
-from kvrelay.model_runner.kernels.prefill_attention import Strip, find_tile
-from kvrelay.model_runner.kernels.prefill_lanes import ROWS, VECTORS
-from kvrelay.model_runner.kernels.tiles import TILE_NUMBERS, may_use_tiles
 from tests.model_runner.test_attention import (
     agrees_with_torch,
     make_batch,

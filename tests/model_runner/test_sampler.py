@@ -22,7 +22,7 @@ from kvrelay.model_runner.sampling.sampler import (
 )
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.model_runner.samples import as_tokens
 
 VOCAB = 700

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from llvmlite.binding import add_symbol  # type: ignore[import-untyped]
 
-from kvrelay.model_runner.kernels import team
-from kvrelay.model_runner.kernels.arrays import Array
-from kvrelay.model_runner.kernels.team import run_on_team, take
+from kvrelay.cpu_kernels import team
+from kvrelay.cpu_kernels.arrays import Array
+from kvrelay.cpu_kernels.team import run_on_team, take
 
 COUNT = 10_000
 

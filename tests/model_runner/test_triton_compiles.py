@@ -43,7 +43,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 )
 def test_kernel_becomes_a_cubin(name: str, capability: int, compiled: Any) -> None:
     from kvrelay.mem_cache import convert_triton
-    from kvrelay.model_runner.kernels import sampling_triton
+    from kvrelay.model_runner.sampling import sampling_triton
 
     if name == "_copy_pieces":
         constants = {"block_words": convert_triton.BLOCK_WORDS}

@@ -15,7 +15,7 @@ from kvrelay.model_runner.errors import NonFiniteLogitsError
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow, sample_row
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.model_runner.samples import as_tokens
 
 VOCAB = 6

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.net import tls
-from kvrelay.net.ends import bind, worker_credentials, worker_server
+from kvrelay.net.channels import bind, worker_credentials, worker_server
 from kvrelay.net.tls import CurrentTls, TlsFiles
 from tests.certificates import Authority, open_channel
 from tests.known import known

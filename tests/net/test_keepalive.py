@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvrelay.net.options import (
+from kvrelay.net.channel_options import (
     KEEPALIVE_MS,
     KEEPALIVE_TIMEOUT_MS,
     MAX_MESSAGE_BYTES,

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.net.metrics import Instruments, Metric, MetricTable, MetricType
+from kvrelay.observe.metric_declarations import Instruments, Metric, MetricTable, MetricType
 
 
 def table() -> tuple[MetricTable, Metric, Metric, Metric]:

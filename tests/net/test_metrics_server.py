@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from kvrelay.net.metrics_server import MOST_CONNECTIONS, MetricsServer
+from kvrelay.observe.metrics_server import MOST_CONNECTIONS, MetricsServer
 
 SECONDS = 10.0
 
@@ -97,7 +97,7 @@ def test_silent_connections_keep_nobody_out(server: MetricsServer):
 
 
 def test_who_says_nothing_is_hung_up_on(server: MetricsServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvrelay.net.metrics_server._SECONDS", 0.1)
+    monkeypatch.setattr("kvrelay.observe.metrics_server._SECONDS", 0.1)
     with connect(server) as connection:
         connection.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert is_ended(connection)

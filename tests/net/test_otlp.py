@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from kvrelay.net import otlp
-from kvrelay.net.otlp import Fate, OtlpExporter, SpanCollector
-from kvrelay.net.spans import Attributes, Link, Span, SpanKind
-from kvrelay.net.trace_context import TraceContext, new_span_id, new_trace_id
+from kvrelay.observe import otlp
+from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
+from kvrelay.observe.spans import Attributes, Span, SpanKind, SpanLink
+from kvrelay.observe.trace_context import TraceContext, new_span_id, new_trace_id
 from tests.otlp_receiver import ERROR, Collector, collecting
 
 
@@ -67,7 +67,7 @@ async def test_a_span_comes_as_it_was_given(collector: Collector) -> None:
     given = span(
         parent_id=parent,
         attributes={"words": ["a", "b"], "number": 3, "share": 0.5, "is": True, "text": "t"},
-        links=(Link(cause, {"why": "x"}),),
+        links=(SpanLink(cause, {"why": "x"}),),
         kind=SpanKind.SERVER,
         error="it broke",
     )

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from kvrelay.net.ends import bind, front_server
+from kvrelay.net.channels import bind, front_server
 from kvrelay.net.receiving import MOST_RECEIVING, BoundedReceipt
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"

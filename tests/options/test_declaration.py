@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.deploy.option_flags import SectionedCommand, declared_options
+from kvrelay.deploy.options.option_flags import SectionedCommand, declared_options
 from kvrelay.options.declaration import Option, Section, option, options_of, values_for
 
 

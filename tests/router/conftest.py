@@ -73,7 +73,7 @@ async def pairs(config: RouterConfig) -> AsyncIterator[Cluster]:
 @pytest.fixture
 def held_encoding(monkeypatch: pytest.MonkeyPatch) -> HeldEncoding:
     held = HeldEncoding()
-    monkeypatch.setattr("kvrelay.router.texts.encode", held.encode)
+    monkeypatch.setattr("kvrelay.router.admission.served_tokenizer.encode", held.encode)
     return held
 
 

@@ -9,23 +9,23 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from kvrelay.router.attempt import AttemptFailed, AttemptRetracted
-from kvrelay.router.choice import Choice
-from kvrelay.router.client_messages import EventBytes
+from kvrelay.router.admission.seeds import Seeds
+from kvrelay.router.admission.validation import Validator
+from kvrelay.router.doors.client_messages import EventBytes
 from kvrelay.router.errors import RequestError
-from kvrelay.router.events import Completion, Delta
-from kvrelay.router.failover import Failover, Retry
-from kvrelay.router.fleet import Placement
 from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.limits import Limits
-from kvrelay.router.live_request import LiveRequest
 from kvrelay.router.metrics import STALE_OUTPUTS, RouterMetrics
-from kvrelay.router.output_stream import OutputStream
-from kvrelay.router.readers import Patience, Readers
-from kvrelay.router.seeds import Seeds
-from kvrelay.router.text import TextStream
-from kvrelay.router.validation import Validator
-from kvrelay.router.worker_link import WorkerLink
+from kvrelay.router.placement.fleet import Placement
+from kvrelay.router.placement.limits import RequestLimits
+from kvrelay.router.placement.worker_link import WorkerLink
+from kvrelay.router.requests.attempt import AttemptFailed, AttemptRetracted
+from kvrelay.router.requests.events import Completion, Delta
+from kvrelay.router.requests.failover import Failover, Retry
+from kvrelay.router.requests.live_request import LiveRequest
+from kvrelay.router.requests.output_choice import Choice
+from kvrelay.router.requests.output_stream import OutputStream
+from kvrelay.router.requests.output_text import TextStream
+from kvrelay.router.requests.readers import Patience, Readers
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.output import (
@@ -37,7 +37,7 @@ from kvrelay.wire.output import (
     SampledToken,
     TokenLogprob,
 )
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 
 from .recorded_link import RecordedLink
@@ -173,7 +173,7 @@ def made(**params: Any) -> GenerationRequest:
     validator = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key"))
     message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(**params))
     message.input_ids.ids.extend([1, 2, 3])
-    return validator.validate(message, Limits(402, 512, 512, 512))
+    return validator.validate(message, RequestLimits(402, 512, 512, 512))
 
 
 def scored(count: int) -> tuple[SampledToken, ...]:

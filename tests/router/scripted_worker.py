@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from kvrelay.net.ends import bind, worker_server
+from kvrelay.net.channels import bind, worker_server
 from kvrelay.net.tls import TlsFiles
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc

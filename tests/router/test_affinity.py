@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvrelay.router.demand import Demand
-from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.placement import Pair, Placer
-from kvrelay.router.ranking import Candidate
+from kvrelay.router.placement.demand import Demand
+from kvrelay.router.placement.known_prefixes import KnownPrefixes
+from kvrelay.router.placement.pairing import Placer, WorkerPair
+from kvrelay.router.placement.ranking import Candidate
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.worker_info import WorkerRole
@@ -56,7 +56,7 @@ class Workers:
         marks = self.prefixes.marks_of(prompt, namespace)
         tokens = len(prompt)
         pair = self.placer.choose(Demand(tokens, tokens + 8, frozenset(suspects.split()), marks))
-        assert isinstance(pair, Pair)
+        assert isinstance(pair, WorkerPair)
         return pair.prefill.worker if pair.prefill else "", pair.decode.worker
 
 

@@ -7,20 +7,25 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.attempt import (
+from kvrelay.router.admission.seeds import Seeds
+from kvrelay.router.admission.validation import Validator
+from kvrelay.router.errors import InvalidField
+from kvrelay.router.generation import Submission
+from kvrelay.router.placement.fleet import Placement
+from kvrelay.router.placement.limits import RequestLimits
+from kvrelay.router.requests.attempt import (
     Attempt,
     AttemptFailed,
     AttemptRetracted,
     RequestFailed,
     Verdict,
 )
-from kvrelay.router.attempt_transitions import TRANSITIONS, Action, Phase, Report
-from kvrelay.router.errors import InvalidField
-from kvrelay.router.fleet import Placement
-from kvrelay.router.generation import Submission
-from kvrelay.router.limits import Limits
-from kvrelay.router.seeds import Seeds
-from kvrelay.router.validation import Validator
+from kvrelay.router.requests.attempt_transitions import (
+    TRANSITIONS,
+    AttemptAction,
+    ChoicePhase,
+    ChoiceReport,
+)
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.worker_info import WorkerRole
@@ -29,20 +34,20 @@ from .recorded_link import RecordedLink
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 SIDES = (PREFILL, DECODE)
-OPEN_PHASES = [phase for phase in Phase if phase is not Phase.ENDED]
+OPEN_PHASES = [phase for phase in ChoicePhase if phase is not ChoicePhase.ENDED]
 ENDS = {
-    Report.COMPLETE: RequestEnd(EndReason.STOP),
-    Report.HANDED_OVER: RequestEnd(EndReason.HANDED_OVER),
-    Report.RETRACTED: RequestEnd(EndReason.RETRACTED),
-    Report.ABORTED: RequestEnd(EndReason.ABORTED),
-    Report.FAILED: RequestEnd(EndReason.FAILED, error="x", cause=FailureReason.READ_FAILED),
-    Report.FAILED_FOR_GOOD: RequestEnd(EndReason.FAILED, error="x"),
+    ChoiceReport.COMPLETE: RequestEnd(EndReason.STOP),
+    ChoiceReport.HANDED_OVER: RequestEnd(EndReason.HANDED_OVER),
+    ChoiceReport.RETRACTED: RequestEnd(EndReason.RETRACTED),
+    ChoiceReport.ABORTED: RequestEnd(EndReason.ABORTED),
+    ChoiceReport.FAILED: RequestEnd(EndReason.FAILED, error="x", cause=FailureReason.READ_FAILED),
+    ChoiceReport.FAILED_FOR_GOOD: RequestEnd(EndReason.FAILED, error="x"),
 }
-PATHS: dict[Phase, list[tuple[WorkerRole, Report]]] = {
-    Phase.PREFILLING: [],
-    Phase.DECODING: [(PREFILL, Report.HANDED_OVER)],
-    Phase.DECODE_RETRACTED: [(DECODE, Report.RETRACTED)],
-    Phase.DECODE_ABORTED: [(DECODE, Report.ABORTED)],
+PATHS: dict[ChoicePhase, list[tuple[WorkerRole, ChoiceReport]]] = {
+    ChoicePhase.PREFILLING: [],
+    ChoicePhase.DECODING: [(PREFILL, ChoiceReport.HANDED_OVER)],
+    ChoicePhase.DECODE_RETRACTED: [(DECODE, ChoiceReport.RETRACTED)],
+    ChoicePhase.DECODE_ABORTED: [(DECODE, ChoiceReport.ABORTED)],
 }
 """How a choice gets into each phase."""
 
@@ -50,20 +55,22 @@ PATHS: dict[Phase, list[tuple[WorkerRole, Report]]] = {
 class Tried:
     """An attempt at three choices on two recorded links; the first choice is what ends."""
 
-    def __init__(self, phase: Phase = Phase.PREFILLING, *, draining: bool = False) -> None:
+    def __init__(
+        self, phase: ChoicePhase = ChoicePhase.PREFILLING, *, draining: bool = False
+    ) -> None:
         self.prefill, self.decode = RecordedLink(PREFILL), RecordedLink(DECODE)
         self.decode.draining = draining
         message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(n=3))
         message.input_ids.ids.extend([1, 2, 3])
         validator = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key"))
-        request = validator.validate(message, Limits(402, 512, 512, 512))
+        request = validator.validate(message, RequestLimits(402, 512, 512, 512))
         links: Any = (self.decode, self.prefill)
         self.attempt = Attempt(Submission(request, 7, range(3), 0.0), Placement(*links))
         for side, report in PATHS[phase]:
             assert self.report(side, report) is None
         self.prefill.asked_to_end.clear()
 
-    def report(self, side: WorkerRole, report: Report) -> Verdict | None:
+    def report(self, side: WorkerRole, report: ChoiceReport) -> Verdict | None:
         return self.attempt.on_end(side, 0, ENDS[report])
 
     @property
@@ -73,62 +80,66 @@ class Tried:
 
 
 def test_the_table_has_an_answer_to_everything() -> None:
-    assert set(TRANSITIONS) == set(Phase)
+    assert set(TRANSITIONS) == set(ChoicePhase)
     for phase in OPEN_PHASES:
-        assert set(TRANSITIONS[phase]) == set(itertools.product(SIDES, Report)), phase
-    assert TRANSITIONS[Phase.ENDED] == {}
+        assert set(TRANSITIONS[phase]) == set(itertools.product(SIDES, ChoiceReport)), phase
+    assert TRANSITIONS[ChoicePhase.ENDED] == {}
 
 
 @pytest.mark.parametrize("reason", EndReason)
 def test_every_end_is_a_report(reason: EndReason) -> None:
-    assert Report.of(RequestEnd(reason)) in Report
+    assert ChoiceReport.of(RequestEnd(reason)) in ChoiceReport
 
 
 @pytest.mark.parametrize("phase", OPEN_PHASES)
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("report", Report)
-def test_each_row_does_what_its_action_says(phase: Phase, side: WorkerRole, report: Report) -> None:
+@pytest.mark.parametrize("report", ChoiceReport)
+def test_each_row_does_what_its_action_says(
+    phase: ChoicePhase, side: WorkerRole, report: ChoiceReport
+) -> None:
     action, after = TRANSITIONS[phase][side, report]
     tried = Tried(phase)
     verdict = tried.report(side, report)
     everything, first = {0, 1, 2}, {0}
     left = tried.attempt.open_choices
     match action:
-        case Action.CONTINUE | Action.AWAIT_PREFILL:
+        case AttemptAction.CONTINUE | AttemptAction.AWAIT_PREFILL:
             assert verdict is None
-            assert after is not Phase.ENDED
+            assert after is not ChoicePhase.ENDED
             assert left == everything
-        case Action.RETRACT_CHOICE:
+        case AttemptAction.RETRACT_CHOICE:
             assert isinstance(verdict, AttemptRetracted)
             assert verdict.choices == first
             assert left == {1, 2}
-        case Action.RETRACT_ATTEMPT:
+        case AttemptAction.RETRACT_ATTEMPT:
             assert isinstance(verdict, AttemptRetracted)
             assert verdict.choices == everything
             assert not left
-        case Action.FAIL_ATTEMPT:
+        case AttemptAction.FAIL_ATTEMPT:
             assert isinstance(verdict, AttemptFailed)
             assert verdict.choices == everything
             assert not left
             assert verdict.suspects == {"prefill-0-1", "decode-0-1"}
-        case Action.FAIL_REQUEST:
+        case AttemptAction.FAIL_REQUEST:
             assert isinstance(verdict, RequestFailed)
             assert str(verdict.error) == f"{side}-0: x"
             assert left == set()
     assert tried.cancelled == (not left)
-    assert (after is Phase.ENDED) == (verdict is not None)
+    assert (after is ChoicePhase.ENDED) == (verdict is not None)
     assert tried.prefill.asked_to_end == []
 
 
 @pytest.mark.parametrize("phase", OPEN_PHASES)
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("report", Report)
-def test_each_row_leads_to_its_phase(phase: Phase, side: WorkerRole, report: Report) -> None:
+@pytest.mark.parametrize("report", ChoiceReport)
+def test_each_row_leads_to_its_phase(
+    phase: ChoicePhase, side: WorkerRole, report: ChoiceReport
+) -> None:
     """Whatever comes next means the same as in an attempt that is in that phase already."""
     _, after = TRANSITIONS[phase][side, report]
-    if after is Phase.ENDED:
+    if after is ChoicePhase.ENDED:
         return
-    for next_side, next_report in itertools.product(SIDES, Report):
+    for next_side, next_report in itertools.product(SIDES, ChoiceReport):
         tried, other = Tried(phase), Tried(after)
         tried.report(side, report)
         assert type(tried.report(next_side, next_report)) is type(
@@ -139,27 +150,33 @@ def test_each_row_leads_to_its_phase(phase: Phase, side: WorkerRole, report: Rep
 
 @pytest.mark.parametrize("phase", OPEN_PHASES)
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("report", Report)
+@pytest.mark.parametrize("report", ChoiceReport)
 def test_a_decode_worker_that_drains_ends_prefill_and_explains_an_abort(
-    phase: Phase, side: WorkerRole, report: Report
+    phase: ChoicePhase, side: WorkerRole, report: ChoiceReport
 ) -> None:
     """What it cannot explain is a failure none the less."""
     action, after = TRANSITIONS[phase][side, report]
     tried = Tried(phase, draining=True)
     verdict = tried.report(side, report)
-    hurried = action is Action.AWAIT_PREFILL and after is Phase.DECODE_RETRACTED
+    hurried = action is AttemptAction.AWAIT_PREFILL and after is ChoicePhase.DECODE_RETRACTED
     assert tried.prefill.asked_to_end == ([7] if hurried else [])
-    if action is Action.FAIL_ATTEMPT:
-        assert isinstance(verdict, AttemptFailed) == (report is Report.FAILED)
+    if action is AttemptAction.FAIL_ATTEMPT:
+        assert isinstance(verdict, AttemptFailed) == (report is ChoiceReport.FAILED)
 
 
 @pytest.mark.parametrize("order", [SIDES, SIDES[::-1]])
-@pytest.mark.parametrize("prefill", Report)
+@pytest.mark.parametrize("prefill", ChoiceReport)
 @pytest.mark.parametrize(
-    "decode", [Report.RETRACTED, Report.ABORTED, Report.FAILED, Report.FAILED_FOR_GOOD]
+    "decode",
+    [
+        ChoiceReport.RETRACTED,
+        ChoiceReport.ABORTED,
+        ChoiceReport.FAILED,
+        ChoiceReport.FAILED_FOR_GOOD,
+    ],
 )
 def test_no_choice_waits_once_both_sides_gave_their_ends(
-    order: tuple[WorkerRole, ...], prefill: Report, decode: Report
+    order: tuple[WorkerRole, ...], prefill: ChoiceReport, decode: ChoiceReport
 ) -> None:
     tried, ends = Tried(), {PREFILL: prefill, DECODE: decode}
     verdict = tried.report(order[0], ends[order[0]]) or tried.report(order[1], ends[order[1]])
@@ -167,9 +184,9 @@ def test_no_choice_waits_once_both_sides_gave_their_ends(
     assert not tried.attempt.works_on(0)
 
 
-@pytest.mark.parametrize("decode", [Report.RETRACTED, Report.ABORTED])
-@pytest.mark.parametrize("prefill", [Report.COMPLETE, Report.HANDED_OVER])
-def test_the_order_of_two_ends_changes_nothing(prefill: Report, decode: Report) -> None:
+@pytest.mark.parametrize("decode", [ChoiceReport.RETRACTED, ChoiceReport.ABORTED])
+@pytest.mark.parametrize("prefill", [ChoiceReport.COMPLETE, ChoiceReport.HANDED_OVER])
+def test_the_order_of_two_ends_changes_nothing(prefill: ChoiceReport, decode: ChoiceReport) -> None:
     """Also not who is named: decode's end is the reason."""
     verdicts = []
     for order in ([PREFILL, DECODE], [DECODE, PREFILL]):

@@ -14,11 +14,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvrelay.deploy.controller.operators.admin_service import DrainStep, RollOrder, ScaleStep
+from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
 from kvrelay.net.tls import TlsFiles
-from kvrelay.router.admin import DrainStep, RollOrder, ScaleStep
-from kvrelay.router.auth import bearer
+from kvrelay.router.access.auth import bearer
+from kvrelay.router.access.current_tokens import CurrentTokens
+from kvrelay.router.access.token_file import read_tokens
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.current_tokens import CurrentTokens
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import (
     CannotRoll,
@@ -28,7 +30,6 @@ from kvrelay.router.errors import (
     UnknownWorker,
 )
 from kvrelay.router.router import Router
-from kvrelay.router.token_file import read_tokens
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
@@ -229,10 +230,14 @@ class NoWorkers:
         raise NotImplementedError
 
 
+def no_workers() -> OperatorServices:
+    return OperatorServices(NoWorkers(), StaticDiscovery([]), "default")
+
+
 async def test_each_service_takes_its_own_right(config: RouterConfig, tmp_path: Path):
     path = tmp_path / "tokens.toml"
     path.write_text(RIGHTS)
-    router = Router(replace(config, auth_token_file=path), StaticDiscovery([]), NoWorkers())
+    router = Router(replace(config, auth_token_file=path), StaticDiscovery([]), no_workers())
     await router.start()
     try:
         async with (
@@ -307,7 +312,7 @@ async def test_what_tells_of_all_tenants_is_shown_to_admins(config: RouterConfig
 
 
 async def test_operators_have_a_listener_of_their_own(config: RouterConfig):
-    router = Router(config, StaticDiscovery([]), NoWorkers())
+    router = Router(config, StaticDiscovery([]), no_workers())
     await router.start()
     try:
         async with (
@@ -327,7 +332,7 @@ async def test_operators_have_a_listener_of_their_own(config: RouterConfig):
 
 
 async def test_plain_tokens_may_generate_and_no_more(guarded: RouterConfig):
-    router = Router(guarded, StaticDiscovery([]), NoWorkers())
+    router = Router(guarded, StaticDiscovery([]), no_workers())
     await router.start()
     try:
         assert await info(router.grpc_address, bearer("alpha-1")) == (OK, "")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.router.client_messages import _DELTA, EventBytes
-from kvrelay.router.events import Delta
+from kvrelay.router.doors.client_messages import _DELTA, EventBytes
+from kvrelay.router.requests.events import Delta
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.output import SampledToken, TokenLogprob
 

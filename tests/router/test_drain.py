@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator, Mapping
 import grpc
 import pytest
 
-from kvrelay.router.admin import DrainPhase, DrainStep, RollOrder, ScalePhase, ScaleStep
+from kvrelay.deploy.controller.operators.admin_service import (
+    DrainPhase,
+    DrainStep,
+    RollOrder,
+    ScalePhase,
+    ScaleStep,
+)
+from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import CannotShift, UnknownWorker
@@ -230,7 +237,8 @@ class Operator:
 
 
 async def test_operators_scale_the_roles_that_they_name(config: RouterConfig) -> None:
-    router = Router(config, StaticDiscovery([]), Operator())
+    discovery = StaticDiscovery([])
+    router = Router(config, discovery, OperatorServices(Operator(), discovery, "default"))
     await router.start()
     try:
         async with grpc.aio.insecure_channel(known(router.admin_address)) as channel:
@@ -245,8 +253,8 @@ async def test_operators_scale_the_roles_that_they_name(config: RouterConfig) ->
 async def test_operators_are_told_of_each_phase_and_of_what_is_left(config: RouterConfig) -> None:
     worker = ScriptedWorker("decode-0", WorkerRole.DECODE)
     await worker.start()
-    operator = Operator()
-    router = Router(config, StaticDiscovery([worker.endpoint]), operator)
+    operator, discovery = Operator(), StaticDiscovery([worker.endpoint])
+    router = Router(config, discovery, OperatorServices(operator, discovery, "default"))
     await router.start()
     try:
         async with grpc.aio.insecure_channel(known(router.admin_address)) as channel:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrelay.router.eager import MORE, EagerRun
+from kvrelay.router.requests.inline_coroutine import MORE, EagerRun
 
 
 class Counting:

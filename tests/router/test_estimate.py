@@ -7,7 +7,12 @@ import statistics
 
 import pytest
 
-from kvrelay.router.estimate import PromptQueue, expect_prompt, most_tokens_ahead, tokens_ahead
+from kvrelay.router.placement.estimate import (
+    ExpectedPrompts,
+    expect_prompt,
+    most_tokens_ahead,
+    tokens_ahead,
+)
 from kvrelay.wire.load import WorkerLoad, sum_by_size
 from kvrelay.wire.speeds import StepSpeeds
 from kvrelay.wire.worker_info import WorkerRole
@@ -23,14 +28,14 @@ def queue(
     backlog: float = float("inf"),
     running: int = 0,
     reused: float = 0.0,
-) -> PromptQueue:
+) -> ExpectedPrompts:
     load = WorkerLoad(
         running_requests=running,
         speeds=speeds,
         prompts_by_size=sum_by_size(prompts),
         reused_share=reused,
     )
-    return PromptQueue(role, load, sent, backlog)
+    return ExpectedPrompts(role, load, sent, backlog)
 
 
 def test_an_idle_worker_has_the_prompt_alone_to_compute() -> None:

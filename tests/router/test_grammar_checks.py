@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kvrelay.router import grammar_checks
+from kvrelay.router.admission import grammar_checks
+from kvrelay.router.admission.grammar_checks import GrammarChecks
 from kvrelay.router.errors import GrammarQueueFull, Unavailable
-from kvrelay.router.grammar_checks import GrammarChecks
 from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
-from kvrelay.wire.request import StructuredOutput
+from kvrelay.wire.submit import StructuredOutput
 
 
 class HeldChecker(GrammarChecker):

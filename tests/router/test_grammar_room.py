@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from kvrelay.router.auth import bearer
+from kvrelay.router.access.auth import bearer
 from kvrelay.router.config import RouterConfig
 from kvrelay.text.grammar import LEAST_BYTES
 from kvrelay.v1 import inference_pb2 as pb

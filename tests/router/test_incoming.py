@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from kvrelay.router.admission.served_tokenizer import MAX_TEXT_TOKENS
+from kvrelay.router.doors.incoming_messages import MessageReader
+from kvrelay.router.doors.raw_requests import PartBytes, measure_parts
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.incoming import MessageReader
-from kvrelay.router.limits import Limits
-from kvrelay.router.raw_requests import PartBytes, measure_parts
-from kvrelay.router.texts import MAX_TEXT_TOKENS
+from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.v1 import inference_pb2 as pb
 
-LIMITS = Limits(402, max_model_len=100, prefill_pool_tokens=200, decode_pool_tokens=200)
+LIMITS = RequestLimits(402, max_model_len=100, prefill_pool_tokens=200, decode_pool_tokens=200)
 READER = MessageReader(max_message_bytes=4 << 20, longest_token_bytes=1000)
 
 
@@ -66,7 +66,9 @@ def test_what_cannot_be_served_is_refused_by_its_size(
     fields: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = bytes(pb.GenerateRequest(**fields).SerializeToString())
-    monkeypatch.setattr("kvrelay.router.incoming.pb", None)  # so that parsing would fail
+    monkeypatch.setattr(
+        "kvrelay.router.doors.incoming_messages.pb", None
+    )  # so that parsing would fail
     with pytest.raises(InvalidField) as caught:
         READER.generate_request(raw, LIMITS)
     assert str(caught.value).startswith(refusal)

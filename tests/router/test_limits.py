@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.router.errors import Unavailable
-from kvrelay.router.limits import Limits
+from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.worker_infos import worker_info
 
@@ -17,25 +17,27 @@ def endpoint(role: WorkerRole, pool_tokens: int, max_model_len: int = 64) -> Wor
 
 
 def test_limits_are_the_models_and_the_largest_pools() -> None:
-    limits = Limits.of(
+    limits = RequestLimits.of(
         [
             endpoint(WorkerRole.PREFILL, 10, max_model_len=32),
             endpoint(WorkerRole.PREFILL, 30),
             endpoint(WorkerRole.DECODE, 20),
         ]
     )
-    assert limits == Limits(100, 32, 30, 20)
+    assert limits == RequestLimits(100, 32, 30, 20)
 
 
 def test_without_one_role_there_are_no_limits() -> None:
     with pytest.raises(Unavailable, match="decode"):
-        Limits.of([endpoint(WorkerRole.PREFILL, 10)])
+        RequestLimits.of([endpoint(WorkerRole.PREFILL, 10)])
 
 
 def test_aggregated_workers_compute_prompts_and_outputs_in_one_pool() -> None:
     aggregated = endpoint(WorkerRole.AGGREGATED, 20)
-    assert Limits.of([aggregated]) == Limits(100, 64, 20, 20)
-    assert Limits.of([aggregated, endpoint(WorkerRole.PREFILL, 30)]) == Limits(100, 64, 20, 20)
+    assert RequestLimits.of([aggregated]) == RequestLimits(100, 64, 20, 20)
+    assert RequestLimits.of([aggregated, endpoint(WorkerRole.PREFILL, 30)]) == RequestLimits(
+        100, 64, 20, 20
+    )
 
 
 @pytest.mark.parametrize(("decode", "expected"), [(20, (30, 20)), (19, (20, 20))])
@@ -43,5 +45,5 @@ def test_limits_of_both_kinds_are_of_one_that_can_take_all(
     decode: int, expected: tuple[int, int]
 ) -> None:
     pair = [endpoint(WorkerRole.PREFILL, 30), endpoint(WorkerRole.DECODE, decode)]
-    limits = Limits.of([*pair, endpoint(WorkerRole.AGGREGATED, 20)])
+    limits = RequestLimits.of([*pair, endpoint(WorkerRole.AGGREGATED, 20)])
     assert (limits.prefill_pool_tokens, limits.decode_pool_tokens) == expected

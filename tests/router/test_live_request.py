@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.errors import InternalFailure
-from kvrelay.router.events import ChoiceEnd, Completion, FinishReason
+from kvrelay.router.requests.events import ChoiceEnd, Completion, FinishReason
 from kvrelay.wire.output import EndReason, PhaseTimings, RequestEnd
 from tests.checkpoints import id_of
 

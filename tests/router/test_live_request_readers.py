@@ -12,10 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.errors import DeadlineExceeded, SlowReader
-from kvrelay.router.events import ChoiceEnd, Completion, FinishReason
+from kvrelay.router.requests.events import ChoiceEnd, Completion, FinishReason
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.output import RequestOutput, SampledToken
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 from .live_run import DECODE, HANDED_OVER, LENGTH, PREFILL, Client, Run, scored
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.errors import Unavailable
-from kvrelay.router.estimate import PromptQueue
-from kvrelay.router.limits import Limits
-from kvrelay.router.local_prompts import Decision, Reason, Side, decide
+from kvrelay.router.placement.estimate import ExpectedPrompts
+from kvrelay.router.placement.limits import RequestLimits
+from kvrelay.router.placement.local_prompts import Decision, Reason, Side, decide
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.load import WorkerLoad, sum_by_size
 from kvrelay.wire.speeds import UNMEASURED, StepSpeeds
@@ -44,7 +44,7 @@ OF_PROMPTS = replace(SPEEDS, seconds_per_row=0.0, rows_known=False)
 
 def prefill(*prompts: int, cached: int = 0, speeds: StepSpeeds = OF_PROMPTS) -> Side:
     load = WorkerLoad(speeds=speeds, prompts_by_size=sum_by_size(prompts))
-    return Side(PromptQueue(WorkerRole.PREFILL, load), cached, len(prompts))
+    return Side(ExpectedPrompts(WorkerRole.PREFILL, load), cached, len(prompts))
 
 
 def decode(
@@ -57,7 +57,7 @@ def decode(
         prompts_by_size=sum_by_size(prompts),
         growth_tokens=running * left,
     )
-    queue = PromptQueue(WorkerRole.DECODE, load)
+    queue = ExpectedPrompts(WorkerRole.DECODE, load)
     return Side(queue, cached, running + len(prompts))
 
 
@@ -113,7 +113,7 @@ def test_a_decode_worker_with_more_outputs_than_there_are_prompts_is_left_alone(
 def test_outputs_of_requests_that_wait_count_as_those_of_earlier_ones() -> None:
     queued = prefill(*[256] * 6)
     load = WorkerLoad(running_requests=2, speeds=SPEEDS, growth_tokens=16, output_tokens=128)
-    queue = PromptQueue(WorkerRole.DECODE, load)
+    queue = ExpectedPrompts(WorkerRole.DECODE, load)
     assert decide(256, queued, Side(queue, num_requests=2)) == BY_DECODE
     assert decide(256, queued, Side(queue, num_requests=8)) == BY_PREFILL
 
@@ -174,11 +174,11 @@ def test_without_speeds_who_has_less_to_compute_computes_it() -> None:
 
 def test_limits_of_decode_workers_alone() -> None:
     alone = [endpoint(WorkerRole.DECODE, 20)]
-    assert Limits.of(alone, decodes_alone=True) == Limits(100, 64, 20, 20)
+    assert RequestLimits.of(alone, decodes_alone=True) == RequestLimits(100, 64, 20, 20)
     small = [*alone, endpoint(WorkerRole.PREFILL, 10)]
-    assert Limits.of(small, decodes_alone=True) == Limits(100, 64, 20, 20)
+    assert RequestLimits.of(small, decodes_alone=True) == RequestLimits(100, 64, 20, 20)
     with pytest.raises(Unavailable, match="decode"):
-        Limits.of([endpoint(WorkerRole.PREFILL, 10)], decodes_alone=True)
+        RequestLimits.of([endpoint(WorkerRole.PREFILL, 10)], decodes_alone=True)
 
 
 @pytest.fixture

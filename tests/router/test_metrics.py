@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.net.metrics import MetricType
+from kvrelay.observe.metric_declarations import MetricType
 from kvrelay.router.metrics import METRICS, RouterMetrics
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.ranking import Candidate
+from kvrelay.router.placement.ranking import Candidate
 from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.worker_info import WorkerRole
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 from tokenizers import Tokenizer
 
-from kvrelay.router.choice import Choice
-from kvrelay.router.events import Delta, Event
 from kvrelay.router.metrics import RouterMetrics
-from kvrelay.router.output_stream import OutputStream
-from kvrelay.router.readers import Patience, Readers
-from kvrelay.router.text import TextStream
+from kvrelay.router.requests.events import Delta, Event
+from kvrelay.router.requests.output_choice import Choice
+from kvrelay.router.requests.output_stream import OutputStream
+from kvrelay.router.requests.output_text import TextStream
+from kvrelay.router.requests.readers import Patience, Readers
 
 from .live_run import made
 

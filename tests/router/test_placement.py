@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.demand import Demand
-from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.placement import Pair, Placer, Shortage
-from kvrelay.router.ranking import Candidate
+from kvrelay.router.placement.demand import Demand
+from kvrelay.router.placement.known_prefixes import KnownPrefixes
+from kvrelay.router.placement.pairing import Placer, Shortage, WorkerPair
+from kvrelay.router.placement.ranking import Candidate
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -55,7 +55,7 @@ def chosen(
 ) -> tuple[str, str]:
     """The names of the prefill worker, empty if there is none, and of the one that decodes."""
     pair = placer.choose(Demand(input_tokens, total_tokens, frozenset(suspects.split())))
-    assert isinstance(pair, Pair), pair
+    assert isinstance(pair, WorkerPair), pair
     return pair.prefill.worker if pair.prefill else "", pair.decode.worker
 
 
@@ -149,7 +149,7 @@ def test_only_the_worker_that_is_asked_for_computes_the_prompt() -> None:
     workers = placer(prefill=prefills, decode=decodes, aggregated=[candidate("a0")])
     for name, pair in (("p1", ("p1", "d1")), ("a0", ("", "a0"))):
         found = workers.choose(Demand(1, 1, computed_by=name))
-        assert isinstance(found, Pair)
+        assert isinstance(found, WorkerPair)
         assert (found.prefill.worker if found.prefill else "", found.decode.worker) == pair
     assert isinstance(workers.choose(Demand(1, 1, computed_by="gone")), Shortage)
 

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from kvrelay.router import fleet as fleet_module
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.demand import Demand
-from kvrelay.router.prospects import Prospects
-from kvrelay.router.worker_link import WorkerLink
+from kvrelay.router.placement import fleet as fleet_module
+from kvrelay.router.placement.demand import Demand
+from kvrelay.router.placement.starting_workers import Prospects
+from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 from .cluster import running

@@ -149,7 +149,7 @@ async def test_a_deadline_that_passes_before_the_text_is_tokenized(
         done.set()
         return [1, 2, 3]
 
-    monkeypatch.setattr("kvrelay.router.texts.encode", hold)
+    monkeypatch.setattr("kvrelay.router.admission.served_tokenizer.encode", hold)
     async with running(config, "prefill-0", "decode-0") as cluster:
         call = cluster.stub.Generate(pb.GenerateRequest(text="Hello"), timeout=1.0)
         assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -167,7 +167,8 @@ async def test_the_router_ends_a_request_whose_client_is_silent(
 ) -> None:
     """The router's own clock does it where no cancellation comes: it is cut off, say."""
     monkeypatch.setattr(
-        "kvrelay.router.service._deadline", lambda _: asyncio.get_running_loop().time() + 0.3
+        "kvrelay.router.doors.grpc_service._deadline",
+        lambda _: asyncio.get_running_loop().time() + 0.3,
     )
     error = await status_of(generate(cluster.stub))
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -178,7 +179,7 @@ async def test_the_router_ends_a_request_whose_client_is_silent(
 async def test_a_call_that_comes_too_late_is_refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrelay.router.service._deadline", lambda _: 0.0)
+    monkeypatch.setattr("kvrelay.router.doors.grpc_service._deadline", lambda _: 0.0)
     error = await status_of(generate(cluster.stub))
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert cluster.prefill.submits == []

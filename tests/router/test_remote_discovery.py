@@ -11,16 +11,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvrelay.net.ends import bind, front_server
-from kvrelay.net.options import channel_options
-from kvrelay.router.auth import bearer
+from kvrelay.deploy.controller.operators.controller_service import ControllerService
+from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
+from kvrelay.net.channel_options import channel_options
+from kvrelay.net.channels import bind, front_server
+from kvrelay.router.access.auth import bearer
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.controller_service import ControllerService
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.router import Router
-from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.v1 import controller_pb2_grpc, inference_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.cluster_state import ClusterState
@@ -31,7 +31,7 @@ from tests.ports import free_port
 
 from .cluster import Cluster, collect
 from .scripted_worker import COUNTED, SECONDS, until
-from .test_auth import RIGHTS, NoWorkers
+from .test_auth import RIGHTS, no_workers
 
 
 async def no_state() -> ClusterState:
@@ -154,7 +154,7 @@ async def test_a_controller_that_refuses_is_said(
     path = tmp_path / "tokens.toml"
     path.write_text(RIGHTS)
     guarded = replace(config, auth_token_file=path)
-    router = Router(guarded, StaticDiscovery([]), NoWorkers())
+    router = Router(guarded, StaticDiscovery([]), no_workers())
     await router.start()
     address = known(router.admin_address)
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvrelay.router.admission.validation import fingerprint
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.validation import fingerprint
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, collect, running, status_of
@@ -67,7 +67,7 @@ async def test_a_retry_of_a_request_that_is_being_aborted_is_another_request(
 
     first = cluster.generate(request_id="again")
     await cluster.decode.submitted()
-    monkeypatch.setattr("kvrelay.router.admission.fingerprint", hold)
+    monkeypatch.setattr("kvrelay.router.admission.admission.fingerprint", hold)
     second = asyncio.create_task(collect(cluster.generate(request_id="again")))
     await until(compared.is_set)
     assert (await cluster.stub.Abort(pb.AbortRequest(request_id="again"))).aborted
@@ -83,7 +83,7 @@ async def test_a_text_that_joins_a_live_request_is_not_tokenized_again(
     message = pb.GenerateRequest(request_id="shared", text="Hello world")
     first = cluster.stub.Generate(message)
     submit = await cluster.prefill.submitted()
-    monkeypatch.setattr("kvrelay.router.validation.Validator.validate", None)
+    monkeypatch.setattr("kvrelay.router.admission.validation.Validator.validate", None)
     second = cluster.stub.Generate(message)
     other = cluster.stub.Generate(pb.GenerateRequest(request_id="shared", text="Hello"))
     assert (await status_of(other)).code() == grpc.StatusCode.ALREADY_EXISTS

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import urllib.request
 from typing import Any
 
 import pytest
 
-from kvrelay.router.controller_service import _reachable
+from kvrelay.deploy.controller.operators.controller_service import _reachable
+from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
+from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.router import Router
-from kvrelay.router.scrape_targets import ScrapeTargets
 from tests.worker_infos import worker_info
 
 from .test_auth import NoWorkers
@@ -66,8 +66,8 @@ def test_a_router_that_listens_everywhere_is_reached_where_it_calls_from(
 
 
 async def test_the_controller_lists_itself_the_workers_and_the_routers_that_follow_it(config: Any):
-    named = dataclasses.replace(config, cluster_name="mine")
-    router = Router(named, StaticDiscovery([WORKER]), NoWorkers())
+    discovery = StaticDiscovery([WORKER])
+    router = Router(config, discovery, OperatorServices(NoWorkers(), discovery, "mine"))
     await router.start()
     try:
         assert router.admin_address is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.router.seeds import Seeds
+from kvrelay.router.admission.seeds import Seeds
 
 
 def test_a_seed_follows_from_key_token_and_id(tmp_path: Path) -> None:

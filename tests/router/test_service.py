@@ -9,8 +9,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from kvrelay.router.incoming import MessageReader
-from kvrelay.router.limits import Limits
+from kvrelay.router.doors.incoming_messages import MessageReader
+from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.v1 import inference_pb2 as pb
 from tests.checkpoints import id_of
 
@@ -46,7 +46,7 @@ async def test_a_live_request_does_not_keep_its_message(
     seen: list[bytes] = []
     read = MessageReader.generate_request
 
-    def remember(reader: MessageReader, raw: bytes, limits: Limits) -> pb.GenerateRequest:
+    def remember(reader: MessageReader, raw: bytes, limits: RequestLimits) -> pb.GenerateRequest:
         seen.append(raw)
         return read(reader, raw, limits)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvrelay.router.auth import bearer
+from kvrelay.router.access.auth import bearer
 from kvrelay.router.callers import ANYBODY
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import UnknownSession

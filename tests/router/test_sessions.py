@@ -42,7 +42,7 @@ async def test_texts_go_on_without_special_tokens(pairs: Cluster, monkeypatch: A
         wanted.append(add_special_tokens)
         return [1, 2] if add_special_tokens else [2]
 
-    monkeypatch.setattr("kvrelay.router.texts.encode", encode)
+    monkeypatch.setattr("kvrelay.router.admission.served_tokenizer.encode", encode)
     await opened(pairs)
     for _ in range(2):
         params = pb.SamplingParams(max_tokens=1)
@@ -201,7 +201,9 @@ async def test_a_turn_ends_when_one_of_the_old_session_was_tokenized_before_it(
 ) -> None:
     held = [HeldEncoding(), HeldEncoding()]
     left = iter(held)
-    monkeypatch.setattr("kvrelay.router.texts.encode", lambda *args: next(left).encode(*args))
+    monkeypatch.setattr(
+        "kvrelay.router.admission.served_tokenizer.encode", lambda *args: next(left).encode(*args)
+    )
     await opened(cluster)
     old = text_turn(cluster, "x")
     await until(lambda: bool(held[0].texts))

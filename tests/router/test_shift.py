@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import grpc
 import pytest
 
-from kvrelay.net.ends import bind, front_server
-from kvrelay.router.controller_service import ControllerService
+from kvrelay.deploy.controller.operators.controller_service import ControllerService
+from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
+from kvrelay.net.channels import bind, front_server
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.remote_discovery import RemoteDiscovery
-from kvrelay.router.scrape_targets import ScrapeTargets
 from kvrelay.router.shifting_discovery import ShiftingDiscovery
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
 from kvrelay.wire.cluster_state import ClusterState

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.status import with_status
+from kvrelay.router.grpc_status import with_status
 
 
 class Message:

@@ -10,9 +10,9 @@ import grpc
 import httpx
 import pytest
 
+from kvrelay.router.admission.sampling_params import check_sampling_params
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import InvalidField
-from kvrelay.router.sampling_params import check_sampling_params
 from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.v1 import inference_pb2 as pb
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.router.text import TextStream
+from kvrelay.router.requests.output_text import TextStream
 from kvrelay.text.detokenizer import Detokenizer
 from kvrelay.wire.output import EndReason, RequestEnd
-from kvrelay.wire.request import StopConditions
+from kvrelay.wire.submit import StopConditions
 from tests.checkpoints import id_of
 
 from .toy_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvrelay.router.admission.tokenizer_threads import TextThreads
 from kvrelay.router.errors import TextQueueFull
-from kvrelay.router.text_threads import TextThreads
 
 from .scripted_worker import until
 

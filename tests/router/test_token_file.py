@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.router.access.token_file import read_plain_tokens, read_tokens
 from kvrelay.router.callers import Caller, Right
-from kvrelay.router.token_file import read_plain_tokens, read_tokens
 
 SECRET = "s3cret-token"
 

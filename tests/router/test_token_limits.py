@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.router.auth import bearer
+from kvrelay.router.access.auth import bearer
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 

@@ -11,9 +11,9 @@ import grpc
 import httpx
 import pytest
 
-from kvrelay.net.trace_context import TraceContext
+from kvrelay.observe.trace_context import TraceContext
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.request_trace import Tracing
+from kvrelay.router.requests.request_trace import Tracing
 from kvrelay.v1 import inference_pb2 as pb
 from tests.otlp_receiver import ERROR, Collector, collecting
 

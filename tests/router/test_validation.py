@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
+from kvrelay.router.admission.seeds import Seeds
+from kvrelay.router.admission.validation import Validator
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.limits import Limits
-from kvrelay.router.seeds import Seeds
-from kvrelay.router.validation import Validator
+from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.v1 import inference_pb2 as pb
 
-LIMITS = Limits(vocab_size=100, max_model_len=64, prefill_pool_tokens=80, decode_pool_tokens=80)
+LIMITS = RequestLimits(
+    vocab_size=100, max_model_len=64, prefill_pool_tokens=80, decode_pool_tokens=80
+)
 VALIDATOR = Validator(
     model_name="toy",
     encode=lambda text, most_tokens: [ord(character) % 128 for character in text],
@@ -36,7 +38,7 @@ def message(prompt: Any = (1, 2, 3), *, envelope: Any = None, **params: Any) -> 
     return made
 
 
-def validate(made: pb.GenerateRequest, limits: Limits = LIMITS) -> GenerationRequest:
+def validate(made: pb.GenerateRequest, limits: RequestLimits = LIMITS) -> GenerationRequest:
     return VALIDATOR.validate(made, limits)
 
 
@@ -91,16 +93,20 @@ def test_a_bad_envelope_is_named(field: str, bad: pb.GenerateRequest) -> None:
     ("field", "numbers", "prompt_tokens", "max_tokens", "limits"),
     [
         ("max_tokens", ("40", "25", "65", "64"), 40, 25, LIMITS),
-        ("input_ids", ("49", "48"), 49, 1, Limits(100, 64, 48, 99)),
+        ("input_ids", ("49", "48"), 49, 1, RequestLimits(100, 64, 48, 99)),
         # Resumed, its output is computed again where prompts are.
-        ("max_tokens", ("30", "20", "50", "48"), 30, 20, Limits(100, 64, 48, 99)),
-        ("input_ids", ("64",), 64, None, Limits(100, 64, 99, 99)),
-        ("max_tokens", ("30", "11", "41", "40"), 30, 11, Limits(100, 64, 99, 40)),
-        ("input_ids", ("41", "40"), 41, None, Limits(100, 64, 99, 40)),
+        ("max_tokens", ("30", "20", "50", "48"), 30, 20, RequestLimits(100, 64, 48, 99)),
+        ("input_ids", ("64",), 64, None, RequestLimits(100, 64, 99, 99)),
+        ("max_tokens", ("30", "11", "41", "40"), 30, 11, RequestLimits(100, 64, 99, 40)),
+        ("input_ids", ("41", "40"), 41, None, RequestLimits(100, 64, 99, 40)),
     ],
 )
 def test_what_does_not_fit_is_named_with_both_numbers(
-    field: str, numbers: tuple[str, ...], prompt_tokens: int, max_tokens: int | None, limits: Limits
+    field: str,
+    numbers: tuple[str, ...],
+    prompt_tokens: int,
+    max_tokens: int | None,
+    limits: RequestLimits,
 ) -> None:
     with pytest.raises(InvalidField, match=f"^{field}: ") as caught:
         validate(message([1] * prompt_tokens, max_tokens=max_tokens), limits)
@@ -114,7 +120,7 @@ def test_what_just_fits_is_taken() -> None:
 
 @pytest.mark.parametrize("prompt", [list(range(1, 99)), "".join(map(chr, range(1, 99)))])
 def test_a_prompt_that_waits_takes_four_bytes_a_token(prompt: Any) -> None:
-    ids = validate(message(prompt * 100), Limits(100, 10_000, 10_000, 10_000)).input_ids
+    ids = validate(message(prompt * 100), RequestLimits(100, 10_000, 10_000, 10_000)).input_ids
     assert list(ids) == list(range(1, 99)) * 100
     assert sys.getsizeof(ids) < 4 * len(ids) * 1.2
     assert gc.get_referents(ids) in ([], [type(ids)]), "no object for a token"
@@ -122,7 +128,7 @@ def test_a_prompt_that_waits_takes_four_bytes_a_token(prompt: Any) -> None:
 
 def test_unset_max_tokens_is_the_default_or_what_fits() -> None:
     assert validate(message([1] * 10)).params.stops.max_tokens == 16
-    assert validate(message([1] * 46), Limits(100, 64, 99, 50)).params.stops.max_tokens == 4
+    assert validate(message([1] * 46), RequestLimits(100, 64, 99, 50)).params.stops.max_tokens == 4
 
 
 def test_every_default_is_concrete() -> None:

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from kvrelay.net.ends import worker_credentials
+from kvrelay.net.channels import worker_credentials
 from kvrelay.net.tls import TlsFiles
+from kvrelay.router.admission.seeds import Seeds
+from kvrelay.router.admission.validation import Validator
 from kvrelay.router.generation import Submission
-from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.limits import Limits
-from kvrelay.router.seeds import Seeds
-from kvrelay.router.validation import Validator
-from kvrelay.router.worker_link import WorkerLink
+from kvrelay.router.placement.known_prefixes import KnownPrefixes
+from kvrelay.router.placement.limits import RequestLimits
+from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.output import RequestOutput, SampledToken
 from kvrelay.wire.page_hash import PageHashes
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.certificates import Authority
 from tests.idle import least_cpu_seconds
@@ -66,7 +66,7 @@ def submission(
     )
     message.input_ids.ids.extend([1] * prompt_tokens)
     request = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key")).validate(
-        message, Limits(402, 512, 512, 512)
+        message, RequestLimits(402, 512, 512, 512)
     )
     return Submission(request, attempt, range(1), 0.0)
 
@@ -298,7 +298,7 @@ async def test_a_link_ends_when_it_is_cancelled_whatever_it_does() -> None:
 async def test_a_worker_takes_routers_of_its_authority_alone(
     shown: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "kvrelay.router.worker_link")
+    caplog.set_level(logging.DEBUG, "kvrelay.router.placement.worker_link")
     authority, stranger = Authority(tmp_path / "tls"), Authority(tmp_path / "other", "other")
     # It trusts the worker, so that it is the worker who refuses.
     stranger_files = replace(stranger.issue(), ca=authority.ca)

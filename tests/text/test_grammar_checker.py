@@ -16,7 +16,7 @@ import pytest
 from kvrelay.text import grammar_checker
 from kvrelay.text.grammar import LEAST_BYTES, GrammarError
 from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
-from kvrelay.wire.request import StructuredOutput
+from kvrelay.wire.submit import StructuredOutput
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
 """So deep that llguidance overflows the stack of an ordinary thread."""
@@ -162,7 +162,7 @@ def test_it_starts_nothing_once_it_is_closed(checker: GrammarChecker) -> None:
 PARENT = """
 import sys
 from kvrelay.text.grammar_checker import GrammarChecker
-from kvrelay.wire.request import StructuredOutput
+from kvrelay.wire.submit import StructuredOutput
 checker = GrammarChecker([])
 checker.check(StructuredOutput(regex="a"))
 print(checker.pid, flush=True)

@@ -12,7 +12,7 @@ from kvrelay.text.output_parsers import held_text
 from kvrelay.text.output_parsers.formats import format_of
 from kvrelay.text.output_parsers.hermes import HermesParser
 from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
-from kvrelay.text.output_parsers.pieces import OutputParser, Piece
+from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 from kvrelay.text.output_parsers.plain import NamedCallParser
 from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
@@ -21,7 +21,7 @@ Said = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and the name and arguments of each call."""
 
 
-def merged(pieces: Sequence[Piece]) -> Said:
+def merged(pieces: Sequence[OutputPiece]) -> Said:
     calls: list[tuple[str, str]] = []
     for piece in pieces:
         if piece.call is None:
@@ -36,7 +36,7 @@ def merged(pieces: Sequence[Piece]) -> Said:
 
 
 def parse(parser: OutputParser, chunks: Sequence[str]) -> Said:
-    pieces: list[Piece] = []
+    pieces: list[OutputPiece] = []
     for chunk in chunks:
         pieces += parser.push(chunk)
     pieces += parser.finish()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.router.events import ChoiceEnd, Delta
+from kvrelay.router.requests.events import ChoiceEnd, Delta
 from kvrelay.v1 import hand_over_pb2, inference_pb2, worker_pb2
 from kvrelay.wire import hand_over, messages
 from kvrelay.wire.codec import Codec
@@ -25,7 +25,7 @@ from kvrelay.wire.output import (
     SampledToken,
     TokenLogprob,
 )
-from kvrelay.wire.request import (
+from kvrelay.wire.submit import (
     AttachRequest,
     CancelRequest,
     GenerationParams,

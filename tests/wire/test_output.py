@@ -14,7 +14,7 @@ from kvrelay.wire.output import (
     RequestOutput,
     SampledToken,
 )
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 
 PLAIN = RequestOutput(RequestKey("router", "a", 7, choice=2), 5, (SampledToken(40),))
 

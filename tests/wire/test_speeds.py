@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.wire.load import sum_by_size
-from kvrelay.wire.speeds import StepSpeeds, StepWork, make_backlog
+from kvrelay.wire.speeds import StepSpeeds, StepWork
 
 SPEEDS = StepSpeeds(
     seconds_per_step=1,
@@ -45,29 +45,6 @@ def test_nothing_is_expected_of_a_worker_that_has_measured_nothing():
     assert StepSpeeds().step_seconds(8) == 0
 
 
-def test_chunks_are_a_part_of_the_longest_prompt_or_of_a_third_of_all_that_is_left():
-    assert make_backlog(1000, tokens_left=10) == 1000
-    assert make_backlog(1000, tokens_left=6000) == 2000
-    assert make_backlog(0, tokens_left=0) == 0
-
-
 def test_prompts_are_summed_by_size():
     assert sum_by_size([]) == sum_by_size([0]) == ()
     assert sum_by_size([1, 1, 2, 3, 4, 7, 0, 8]) == (2, 5, 11, 8)
-
-
-def test_beside_many_rows_a_step_is_as_long_as_a_few_of_theirs_but_bounded() -> None:
-    """Only where all prompts are the worker's own."""
-    speeds = StepSpeeds(0.01, 0.001, 0.0, 0.002, prompts_known=True, rows_known=True)
-
-    def seconds(rows: int, own_prompts: bool, target: float | None = None) -> float:
-        work = StepWork(rows=rows)
-        tokens = speeds.most_tokens_beside(work, 0, 10_000, 60, target, own_prompts=own_prompts)
-        return speeds.seconds_of(StepWork(tokens, 0, rows))
-
-    idle = speeds.step_seconds(1)
-    assert seconds(12, own_prompts=True) == pytest.approx(6 * speeds.step_seconds(12), rel=0.01)
-    assert seconds(40, own_prompts=True) == pytest.approx(24 * idle, rel=0.01)
-    assert seconds(11, own_prompts=True) == seconds(11, own_prompts=False)
-    assert seconds(40, own_prompts=False) == pytest.approx(1.5 * speeds.step_seconds(40), rel=0.01)
-    assert seconds(40, own_prompts=True, target=0.15) == pytest.approx(0.15, rel=0.01)

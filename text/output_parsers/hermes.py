@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvrelay.text.output_parsers.held_text import EndingSpace, is_long, overlap
-from kvrelay.text.output_parsers.json_calls import Calls, JsonCall
-from kvrelay.text.output_parsers.pieces import Piece, all_pieces
+from kvrelay.text.output_parsers.json_calls import JsonCall, JsonCalls
+from kvrelay.text.output_parsers.pieces import OutputPiece, all_pieces
 
 
 class HermesParser:
@@ -21,17 +21,17 @@ class HermesParser:
         self._before = ""
         """White space and tag before the call."""
         self._call: JsonCall | None = None
-        self._calls = Calls()
+        self._calls = JsonCalls()
         self._space = EndingSpace()
         self._is_unclosed = False
         """The latest call's closing tag has not come, but something else."""
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """What is sure after some more text."""
         self._held += text
         return all_pieces(self._step)
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """The rest."""
         call, held = self._call, self._held
         self._held, self._call = "", None
@@ -39,9 +39,9 @@ class HermesParser:
             return self._content(held)
         if self._calls.in_call or call.is_complete:
             return []
-        return [Piece(content=self._before + call.text + held)]
+        return [OutputPiece(content=self._before + call.text + held)]
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, pieces: list[OutputPiece]) -> bool:
         """Take as much as can be of what is held; whether more may be."""
         if self._call is not None:
             return self._step_in_call(self._call, pieces)
@@ -63,12 +63,12 @@ class HermesParser:
         self._held = self._held[at + len(tag) :]
         return True
 
-    def _step_in_call(self, call: JsonCall, pieces: list[Piece]) -> bool:
+    def _step_in_call(self, call: JsonCall, pieces: list[OutputPiece]) -> bool:
         if not call.is_complete:
             self._held = call.push(self._held)
             pieces += self._calls.pieces(call)
             if call.is_bad:
-                pieces.append(Piece(content=self._before + call.text))
+                pieces.append(OutputPiece(content=self._before + call.text))
                 self._call = None
                 return True
             if not call.is_complete:
@@ -84,9 +84,9 @@ class HermesParser:
         self._call = None
         return True
 
-    def _content(self, text: str) -> list[Piece]:
+    def _content(self, text: str) -> list[OutputPiece]:
         """Content; white space between calls is none, unless it is long."""
         between = self._calls.num_begun and not self._space.is_long
         if not text or (between and not text.strip()):
             return []
-        return [Piece(content=text)]
+        return [OutputPiece(content=text)]

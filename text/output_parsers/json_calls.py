@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from kvrelay.text.output_parsers.pieces import Piece
+from kvrelay.text.output_parsers.pieces import OutputPiece
 
 
 class JsonCall:
@@ -90,7 +90,7 @@ class JsonCall:
         self._key = ""
 
 
-class Calls:
+class JsonCalls:
     """Numbers calls, and makes pieces of each."""
 
     def __init__(self) -> None:
@@ -98,19 +98,19 @@ class Calls:
         self._is_told = False
         self._has_arguments = False
 
-    def pieces(self, call: JsonCall) -> Iterable[Piece]:
+    def pieces(self, call: JsonCall) -> Iterable[OutputPiece]:
         """What is new of the latest call."""
         if call.name and not self._is_told:
             self._is_told = True
             self.num_begun += 1
-            yield Piece(call=self.num_begun - 1, name=call.name)
+            yield OutputPiece(call=self.num_begun - 1, name=call.name)
         arguments = call.new_arguments()
         if arguments:
             self._has_arguments = True
-            yield Piece(call=self.num_begun - 1, arguments=arguments)
+            yield OutputPiece(call=self.num_begun - 1, arguments=arguments)
         if call.is_complete and self._is_told:
             if not self._has_arguments:
-                yield Piece(call=self.num_begun - 1, arguments="{}")
+                yield OutputPiece(call=self.num_begun - 1, arguments="{}")
             self._is_told = self._has_arguments = False
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvrelay.text.output_parsers.held_text import is_long
-from kvrelay.text.output_parsers.json_calls import Calls, JsonCall
-from kvrelay.text.output_parsers.pieces import Piece, all_pieces
+from kvrelay.text.output_parsers.json_calls import JsonCall, JsonCalls
+from kvrelay.text.output_parsers.pieces import OutputPiece, all_pieces
 
 
 class JsonCallsParser:
@@ -20,15 +20,15 @@ class JsonCallsParser:
         self._held = ""
         self._before = ""
         self._call: JsonCall | None = None
-        self._calls = Calls()
+        self._calls = JsonCalls()
         self._is_content = False
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """What is sure after some more text."""
         self._held += text
         return all_pieces(self._step)
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """The rest."""
         if self._calls.in_call:
             return []
@@ -36,12 +36,12 @@ class JsonCallsParser:
         text = self._before + begun + self._held
         if self._calls.num_begun and text.strip(self._BETWEEN) in ("", self._TAG):
             return []
-        return [Piece(content=text)] if text else []
+        return [OutputPiece(content=text)] if text else []
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, pieces: list[OutputPiece]) -> bool:
         """Take as much as can be of what is held; whether more may be."""
         if self._is_content:
-            pieces += [Piece(content=self._held)] if self._held else []
+            pieces += [OutputPiece(content=self._held)] if self._held else []
             self._held = ""
             return False
         if self._call is None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputPiece:
     """Some more of one part of an output."""
 
     content: str = ""
@@ -24,9 +24,9 @@ class Piece:
     """Of the call, in JSON."""
 
 
-def all_pieces(step: Callable[[list[Piece]], bool]) -> list[Piece]:
+def all_pieces(step: Callable[[list[OutputPiece]], bool]) -> list[OutputPiece]:
     """What `step` adds, called until it says that nothing more can be taken for now."""
-    pieces: list[Piece] = []
+    pieces: list[OutputPiece] = []
     while step(pieces):
         pass
     return pieces
@@ -35,8 +35,8 @@ def all_pieces(step: Callable[[list[Piece]], bool]) -> list[Piece]:
 class OutputParser(Protocol):
     """Takes one output apart."""
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """What is sure after some more text."""
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """The rest: the output has ended."""

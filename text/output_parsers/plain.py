@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.text.output_parsers.pieces import OutputParser, Piece
+from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 
 
 class NamedCallParser:
@@ -17,14 +17,17 @@ class NamedCallParser:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """The text, after the name."""
         if not text:
             return []
         name, self._name = self._name, ""
-        return [*([Piece(call=0, name=name)] if name else []), Piece(call=0, arguments=text)]
+        return [
+            *([OutputPiece(call=0, name=name)] if name else []),
+            OutputPiece(call=0, arguments=text),
+        ]
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """Nothing."""
         return []
 
@@ -32,11 +35,11 @@ class NamedCallParser:
 class ContentParser:
     """Content, and nothing else."""
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """The text."""
-        return [Piece(content=text)] if text else []
+        return [OutputPiece(content=text)] if text else []
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """Nothing."""
         return []
 
@@ -51,10 +54,10 @@ class FirstCallParser:
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """What is sure after some more text."""
         return [piece for piece in self._parser.push(text) if not piece.call]
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """The rest."""
         return [piece for piece in self._parser.finish() if not piece.call]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvrelay.text.output_parsers.held_text import is_long
-from kvrelay.text.output_parsers.pieces import Piece
+from kvrelay.text.output_parsers.pieces import OutputPiece
 
 
 class PythonicParser:
@@ -23,7 +23,7 @@ class PythonicParser:
         self._in_arguments = False
         """A call's arguments have begun: what it is shows at the end."""
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """What is sure after some more text."""
         self._held += text
         if not self._is_content and not self._in_arguments:
@@ -31,7 +31,7 @@ class PythonicParser:
         if not self._is_content or not self._held:
             return []
         content, self._held = self._held, ""
-        return [Piece(content=content)]
+        return [OutputPiece(content=content)]
 
     def _look(self) -> None:
         """Find out whether it may be calls."""
@@ -40,15 +40,15 @@ class PythonicParser:
         begins = self._held.find("(") if self._in_arguments else len(self._held)
         self._is_content = found is None or is_long(begins)
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """The calls, or the content that looked like them."""
         held, self._held = self._held, ""
         if self._is_content or not held:
             return []
-        return _python_calls(held) or [Piece(content=held)]
+        return _python_calls(held) or [OutputPiece(content=held)]
 
 
-def _python_calls(text: str) -> list[Piece] | None:
+def _python_calls(text: str) -> list[OutputPiece] | None:
     """The calls of a list in Python; None: it is none."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
@@ -58,9 +58,11 @@ def _python_calls(text: str) -> list[Piece] | None:
         return None
 
 
-def _call(number: int, call: ast.expr) -> Iterable[Piece]:
+def _call(number: int, call: ast.expr) -> Iterable[OutputPiece]:
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("no call with named arguments")
     values = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
-    yield Piece(call=number, name=ast.unparse(call.func))
-    yield Piece(call=number, arguments=json.dumps(values, ensure_ascii=False, allow_nan=False))
+    yield OutputPiece(call=number, name=ast.unparse(call.func))
+    yield OutputPiece(
+        call=number, arguments=json.dumps(values, ensure_ascii=False, allow_nan=False)
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvrelay.text.output_parsers.held_text import EndingSpace, is_long, overlap
-from kvrelay.text.output_parsers.pieces import OutputParser, Piece
+from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 
 
 class ReasoningParser:
@@ -29,7 +29,7 @@ class ReasoningParser:
         """White space right behind a tag is none of the text."""
         self._space = EndingSpace()
 
-    def push(self, text: str) -> Sequence[Piece]:
+    def push(self, text: str) -> Sequence[OutputPiece]:
         """What is sure after some more text."""
         self._held += text
         if self._is_inside is None:
@@ -45,16 +45,16 @@ class ReasoningParser:
             return self._inside()
         return self._behind()
 
-    def finish(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[OutputPiece]:
         """The rest."""
         if self._is_inside:
             held, self._held = self._space.cut(self._held), ""
-            return [Piece(reasoning=held)] if held else []
+            return [OutputPiece(reasoning=held)] if held else []
         if self._is_inside is None:
             self._skips_space = False
         return [*self._behind(), *self._rest.finish()]
 
-    def _inside(self) -> Sequence[Piece]:
+    def _inside(self) -> Sequence[OutputPiece]:
         if self._skips_space:
             self._held = self._held.lstrip()
             self._skips_space = not self._held
@@ -63,13 +63,13 @@ class ReasoningParser:
             possible = overlap(self._held, self.CLOSE)
             sure = self._space.cut(self._held[: len(self._held) - possible])
             self._held = self._held[len(sure) :]
-            return [Piece(reasoning=sure)] if sure else []
+            return [OutputPiece(reasoning=sure)] if sure else []
         said = self._space.cut(self._held[:at])
         self._held = self._held[at + len(self.CLOSE) :]
         self._is_inside, self._skips_space = False, True
-        return [*([Piece(reasoning=said)] if said else []), *self._behind()]
+        return [*([OutputPiece(reasoning=said)] if said else []), *self._behind()]
 
-    def _behind(self) -> Sequence[Piece]:
+    def _behind(self) -> Sequence[OutputPiece]:
         text, self._held = self._held, ""
         if self._skips_space:
             text = text.lstrip()

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.wire.agent import AgentDescription, PoolDescription, PoolGeometry
+from kvrelay.wire.agent_description import AgentDescription, PoolDescription, PoolGeometry
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.model_digest import NO_MODEL
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvrelay.engine.executor.step import Scheduled, Step
 from kvrelay.engine.scheduler.commands import Wake
-from kvrelay.mem_cache.storage_orders import StorageOrder
-from kvrelay.mem_cache.tier_copies import PageMoves
+from kvrelay.mem_cache.host.tier_copies import PageMoves
+from kvrelay.mem_cache.storage.storage_orders import StorageOrder
 from kvrelay.wire.output import RequestOutput
 from tests.engine.simulation.cluster import Simulation
 from tests.engine.simulation.router import SimRequest

@@ -15,7 +15,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.scheduler.commands import Attach, Cancel, Detach, PeerDied, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.kv_transfer.pull import Pull, PullState
-from kvrelay.mem_cache.storage_pages import PageStore
+from kvrelay.mem_cache.storage.storage_pages import PageStore
 from kvrelay.prefill_worker.request import (
     HandOverStream as PrefillStream,
 )
@@ -25,7 +25,7 @@ from kvrelay.prefill_worker.request import (
     StreamOpened,
 )
 from kvrelay.wire.load import PeerTransport
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.model import FULL, Windows
 from tests.engine.simulation.router import SimRequest, SimRouter

@@ -19,13 +19,13 @@ from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.byte_sum import hash_bytes
 from kvrelay.mem_cache.convert import copy_pages
+from kvrelay.mem_cache.host.tier_copies import PageMoves, copy_moves
+from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.shape import PoolShape
-from kvrelay.mem_cache.sharing import PageCopy
-from kvrelay.mem_cache.tier_copies import PageMoves, copy_moves
 from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_token_id
 from kvrelay.model_runner.sampling.token_counts import TokenCounts
-from kvrelay.wire.request import SamplingParams
+from kvrelay.wire.submit import SamplingParams
 from tests.late_device import LateStreams, draw
 
 VOCAB = 97

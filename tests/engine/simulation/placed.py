@@ -8,14 +8,14 @@ from typing import Any
 
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.router.callers import ANYBODY
-from kvrelay.router.demand import Demand
 from kvrelay.router.generation import GenerationRequest, Submission
-from kvrelay.router.known_prefixes import KnownPrefixes
-from kvrelay.router.placement import Pair, Placer
-from kvrelay.router.worker_link import WorkerLink
+from kvrelay.router.placement.demand import Demand
+from kvrelay.router.placement.known_prefixes import KnownPrefixes
+from kvrelay.router.placement.pairing import Placer, WorkerPair
+from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
 from kvrelay.wire.output import EngineOutputs, RequestOutput
-from kvrelay.wire.request import GenerationParams, SubmitRequest
+from kvrelay.wire.submit import GenerationParams, SubmitRequest
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.worker import SimWorker
@@ -68,7 +68,7 @@ class PlacedClockwork(Clockwork):
         marks = self.prefixes.marks_of(input_ids, "")
         total = len(input_ids) + max_tokens
         pair = self.placer.choose(Demand(len(input_ids), total, marks=marks))
-        assert isinstance(pair, Pair), pair
+        assert isinstance(pair, WorkerPair), pair
         decode = self.by_name[pair.decode.worker]
         return decode if pair.prefill is None else self.by_name[pair.prefill.worker], decode
 

@@ -16,7 +16,7 @@ from kvrelay.wire.output import (
     RequestOutput,
     SampledToken,
 )
-from kvrelay.wire.request import KeptSession, RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
 from kvrelay.wire.worker_info import WorkerAddress, WorkerRole
 from tests.engine.simulation.model import GREEDY
 from tests.engine.simulation.worker import SimWorker

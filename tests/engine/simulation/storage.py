@@ -9,7 +9,7 @@ from itertools import compress
 
 import numpy as np
 
-from kvrelay.mem_cache.storage_orders import (
+from kvrelay.mem_cache.storage.storage_orders import (
     Fetch,
     Forget,
     LookUp,
@@ -17,7 +17,12 @@ from kvrelay.mem_cache.storage_orders import (
     StorageOrder,
     Store,
 )
-from kvrelay.mem_cache.storage_pages import PageStore, StoragePage, StoreOperation, StoreState
+from kvrelay.mem_cache.storage.storage_pages import (
+    PageStore,
+    StoragePage,
+    StoreOperation,
+    StoreState,
+)
 from tests.engine.simulation.model import NOBODYS
 
 SharedPages = dict[bytes, tuple[StoragePage, list[np.ndarray]]]

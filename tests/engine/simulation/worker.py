@@ -14,6 +14,7 @@ from kvrelay.aggregated_worker.scheduler import AggregatedScheduler
 from kvrelay.decode_worker.hand_over_stream import ConnectAnew, OpenStream
 from kvrelay.decode_worker.hand_over_stream import HandOverStream as DecodeStream
 from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.device.device_streams import DeviceEvent
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.pipeline import StepPipeline
 from kvrelay.engine.executor.step import Step, StepEnded
@@ -25,21 +26,20 @@ from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.worker.faulty import FaultyCopies, FaultyStorage
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store, tokens_ahead
-from kvrelay.mem_cache.host_tier import HostTier
+from kvrelay.mem_cache.host.host_tier import HostTier
+from kvrelay.mem_cache.host.tier_copies import CopyEnded, CopyStream, PageMoves
+from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.prefix_log import PrefixLog
-from kvrelay.mem_cache.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
+from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
-from kvrelay.mem_cache.storage_pages import PageStore, StoreState
-from kvrelay.mem_cache.storage_tier import StorageTier
-from kvrelay.mem_cache.streams import Event
-from kvrelay.mem_cache.tier_copies import CopyEnded, CopyStream, PageMoves
-from kvrelay.mem_cache.tier_speed import TierSpeed
+from kvrelay.mem_cache.storage.storage_pages import PageStore, StoreState
+from kvrelay.mem_cache.storage.storage_tier import StorageTier
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import PageHashes
-from kvrelay.wire.request import RequestKey
+from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.agent import SimAgent
 from tests.engine.simulation.model import CountingModel, GuessDrafter, RealModel, SimModel, Windows
@@ -120,7 +120,7 @@ class SimWorker:
         self.model, self.kv_cache = self._load()
         self.executor = self.model.executor
         self.pipeline = StrictPipeline(self.executor)
-        self.copies_home: deque[Event] = deque()
+        self.copies_home: deque[DeviceEvent] = deque()
         """Of each of `copies`."""
         self.failed_copies: set[int] = set()
         """Operations of which no byte was moved."""

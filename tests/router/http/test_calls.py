@@ -17,7 +17,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from kvrelay.deploy.load_generator.client import Stopwatch
+from kvrelay.deploy.load_generator.load_client import RunClock
 from kvrelay.deploy.load_generator.openai_client import CompletionsClient, served_model
 from kvrelay.deploy.load_generator.workload import Job, Prompts
 from kvrelay.router.config import RouterConfig
@@ -252,7 +252,7 @@ async def test_the_client_that_compares_us_with_others(cluster: Cluster) -> None
     async with aiohttp.ClientSession() as session:
         prompts = Prompts(vocab_size=4, seed=(0,))
         model = await served_model(session, url)
-        client = CompletionsClient(session, url, model, prompts, Stopwatch(), deadline_s=10)
+        client = CompletionsClient(session, url, model, prompts, RunClock(), deadline_s=10)
         record = await client.send(job)
     assert (record.status, record.detail) == ("OK", "")
     assert sum(record.token_counts) == len(COUNTED)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import httpx
 
-from kvrelay.deploy.client import OPEN
-from kvrelay.deploy.conversation import Conversation
-from kvrelay.deploy.http_target import HttpTarget
-from kvrelay.deploy.load_generator.report import Slo
-from kvrelay.deploy.load_generator.session import Bounds, bench_http
+from kvrelay.deploy.commands.conversation import Conversation
+from kvrelay.deploy.load_generator.load_report import Slo
+from kvrelay.deploy.load_generator.measurement import RunBounds, bench_http
 from kvrelay.deploy.load_generator.workload import ClosedLoop, Shape, fixed_workloads
+from kvrelay.deploy.reach.grpc_target import OPEN
+from kvrelay.deploy.reach.http_target import HttpTarget
 
 from ..cluster import Cluster
 
@@ -17,7 +17,7 @@ from ..cluster import Cluster
 async def test_bench_over_http(cluster: Cluster) -> None:
     workloads = fixed_workloads([Shape(3, 8)], [ClosedLoop(2)], 4, seed=0)
     target = HttpTarget.parse(f"http://{cluster.router.http_address}/v1")
-    results = await bench_http(target, 50, workloads, Bounds(30, 20, 1), Slo())
+    results = await bench_http(target, 50, workloads, RunBounds(30, 20, 1), Slo())
     [run] = results.runs
     assert (run.report.requests.completed, run.report.output_tokens) == (4, 32)
     assert results.server["model"] == "counter"

@@ -14,7 +14,7 @@ import pytest
 from kvrelay.net import receiving
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.http import listener
+from kvrelay.router.doors.http import http_listener
 from tests.certificates import Authority
 
 from ..cluster import Cluster
@@ -44,7 +44,7 @@ def with_tls(config: RouterConfig, authority: Authority) -> RouterConfig:
 async def test_a_stop_does_not_wait_for_handshakes(
     http_config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HEAD_SECONDS", 3600.0)
+    monkeypatch.setattr(http_listener, "HEAD_SECONDS", 3600.0)
     config = with_tls(http_config, Authority(tmp_path / "a"))
     async with asyncio.timeout(30), contextlib.AsyncExitStack() as stack:
         async with counting(config) as (cluster, _):
@@ -57,8 +57,8 @@ async def test_a_stop_does_not_wait_for_handshakes(
 async def test_handshakes_without_end_make_room_for_others(
     http_config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HEAD_SECONDS", 3600.0)
-    monkeypatch.setattr(listener, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(http_listener, "HEAD_SECONDS", 3600.0)
+    monkeypatch.setattr(http_listener, "MOST_CONNECTIONS", 3)
     authority = Authority(tmp_path / "a")
     async with contextlib.AsyncExitStack() as stack:
         cluster, _ = await stack.enter_async_context(counting(with_tls(http_config, authority)))
@@ -80,7 +80,7 @@ async def test_handshakes_without_end_make_room_for_others(
 async def test_handshakes_at_the_same_time_make_room_among_the_idle(
     http_config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "MOST_CONNECTIONS", 12)
+    monkeypatch.setattr(http_listener, "MOST_CONNECTIONS", 12)
     authority = Authority(tmp_path / "a")
     async with contextlib.AsyncExitStack() as stack:
         cluster, _ = await stack.enter_async_context(counting(with_tls(http_config, authority)))
@@ -99,7 +99,7 @@ async def test_handshakes_at_the_same_time_make_room_among_the_idle(
 async def test_a_head_that_does_not_arrive(
     http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(listener, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_listener, "HEAD_SECONDS", 0.2)
     async with counting(http_config) as (cluster, http), connection(cluster) as (reader, writer):
         writer.write(sent)
         assert await until_closed(reader) == b""
@@ -174,7 +174,7 @@ async def test_a_body_more_than_are_taken_ends_the_oldest(
 async def test_the_longest_idle_connection_ends_for_a_new_one(
     http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(http_listener, "MOST_CONNECTIONS", 3)
     async with contextlib.AsyncExitStack() as stack:
         cluster, http = await stack.enter_async_context(counting(http_config))
         cluster.decode.on_submit = None

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.events import ChoiceEnd, Completion, Delta, FinishReason
-from kvrelay.router.http.answers import (
-    Answer,
+from kvrelay.router.doors.http.answers import (
+    CompletionAnswer,
     CompletionStyle,
-    Held,
+    HeldAnswer,
     PromptPart,
     Shown,
     Whole,
     parts_of_whole,
 )
-from kvrelay.router.http.logprobs import TokenNames
+from kvrelay.router.doors.http.logprobs_answer import TokenNames
+from kvrelay.router.requests.events import ChoiceEnd, Completion, Delta, FinishReason
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.output import PhaseTimings
@@ -201,11 +201,11 @@ async def test_a_client_that_knows_no_chunks_and_does_not_read(http_config: Rout
 def test_a_whole_answer_is_made_choice_by_choice() -> None:
     """The event loop does other things between two of them."""
     names = TokenNames(None, as_ids=True)  # type: ignore[arg-type]
-    answer, shown = Answer(CompletionStyle(), "id", "model"), Shown(names)
+    answer, shown = CompletionAnswer(CompletionStyle(), "id", "model"), Shown(names)
     end = ChoiceEnd(FinishReason.LENGTH, None)
     wholes, completions = [], []
     for number in range(2):
-        whole = Whole(answer, PromptPart(number * 3, 3, [1, 2]), shown, Held(1 << 20))
+        whole = Whole(answer, PromptPart(number * 3, 3, [1, 2]), shown, HeldAnswer(1 << 20))
         for choice in range(3):
             whole(Delta(0, (), f"text {choice}", choice))
         wholes.append(whole)

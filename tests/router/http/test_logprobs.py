@@ -11,9 +11,16 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer
 
-from kvrelay.router.events import Delta
-from kvrelay.router.http.answers import Answer, CompletionStyle, Held, PromptPart, Shown, Whole
-from kvrelay.router.http.logprobs import TokenNames
+from kvrelay.router.doors.http.answers import (
+    CompletionAnswer,
+    CompletionStyle,
+    HeldAnswer,
+    PromptPart,
+    Shown,
+    Whole,
+)
+from kvrelay.router.doors.http.logprobs_answer import TokenNames
+from kvrelay.router.requests.events import Delta
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.output import SampledToken
@@ -186,7 +193,7 @@ def test_an_echoed_prompt_is_written_once_for_all_choices() -> None:
             names.append(token_id)
             return str(token_id)
 
-    answer, held = Answer(CompletionStyle(), "x", "m"), Held(1 << 20)
+    answer, held = CompletionAnswer(CompletionStyle(), "x", "m"), HeldAnswer(1 << 20)
     shown = Shown(TokenNames(Texts(), as_ids=False), logprobs=0, echo=True)  # type: ignore[arg-type]
     whole = Whole(answer, PromptPart(0, 16, range(100)), shown, held)
     names.clear()

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.http.chat import read_chat
-from kvrelay.router.http.errors import HttpError
-from kvrelay.router.http.fields import Fields, parse_body
+from kvrelay.router.doors.http.chat_prompt import read_chat
+from kvrelay.router.doors.http.errors import HttpError
+from kvrelay.router.doors.http.fields import Fields, parse_body
 from kvrelay.text.chat_template import ChatTemplate
 
 from ..cluster import Cluster, running

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrelay.deploy.client import OPEN
-from kvrelay.deploy.conversation import Conversation
-from kvrelay.deploy.http_target import HttpTarget
+from kvrelay.deploy.commands.conversation import Conversation
+from kvrelay.deploy.reach.grpc_target import OPEN
+from kvrelay.deploy.reach.http_target import HttpTarget
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.history_digest import history_digest

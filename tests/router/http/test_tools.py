@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
-from kvrelay.router.http.tools import _of_calls
+from kvrelay.router.doors.http.chat_tools import _of_calls
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running

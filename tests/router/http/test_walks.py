@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.http import live_page
-from kvrelay.router.http.live_page import MOST_VIEWERS
+from kvrelay.router.doors.http import live_page
+from kvrelay.router.doors.http.live_page import MOST_VIEWERS
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster

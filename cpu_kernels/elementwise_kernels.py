@@ -1,0 +1,178 @@
+"""Normalization, rotation and activation, compiled for a CPU.
+
+Rows are bfloat16 bits (uint16), one after the other; sums are in float32. Threads of the team take
+rows in turn. Kernels are given addresses: to make an array of a tensor, and to take it apart again,
+costs more than most of them compute for one row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvrelay.cpu_kernels.arrays import Array
+from kvrelay.cpu_kernels.jit import (
+    array_at,
+    exp_of_negative,
+    inlined,
+    kernel,
+    store,
+    widen,
+)
+from kvrelay.cpu_kernels.team import run_on_team, take
+
+TAKEN_ROWS = 16
+"""By a thread at a time."""
+
+
+@kernel
+def rms_norm(
+    threads: int,
+    rows: int,
+    width: int,
+    x: int,
+    weight: int,
+    has_wide_weight: bool,
+    eps: float,
+    out: int,
+) -> None:
+    """``x, out [rows, width]``, ``weight [width]``: a wide one is float32."""
+    counter, small = np.zeros(1, np.int64), np.float32(eps)
+    source = array_at(x, (rows, width), np.uint16)
+    target = array_at(out, (rows, width), np.uint16)
+    if has_wide_weight:
+        wide = array_at(weight, (width,), np.float32)
+        run_on_team(threads, rms_norm_rows, (counter, source, wide, small, target))
+    else:
+        bits = array_at(weight, (width,), np.uint16)
+        run_on_team(threads, rms_norm_rows, (counter, source, bits, small, target))
+
+
+@kernel
+def rms_norm_rows(counter: Array, x: Array, weight: Array, eps: Any, out: Array) -> None:
+    """Rows of `rms_norm` until none is left."""
+    count = len(x)
+    begin = take(counter, TAKEN_ROWS)
+    while begin < count:
+        for row in range(begin, min(begin + TAKEN_ROWS, count)):
+            rms_norm_row(x[row], weight, eps, out[row])
+        begin = take(counter, TAKEN_ROWS)
+
+
+@inlined
+def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
+    """One row of `rms_norm`."""
+    squares = np.float32(0)
+    for i in range(len(x)):
+        value = widen(x[i])
+        squares += value * value
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(len(x)) + eps)
+    for i in range(len(x)):
+        store(out, i, widen(x[i]) * scale * widen(weight[i]))
+
+
+@kernel
+def rotate(
+    threads: int, rows: int, all_heads: int, dim: int, heads: int, count: int, cos: int, sin: int
+) -> None:
+    """Rotate the first `count` of ``heads [rows, all_heads, dim]`` in place.
+
+    ``cos, sin [rows, dim / 2]`` are float32.
+    """
+    numbers = array_at(heads, (rows, all_heads, dim), np.uint16)
+    cosines = array_at(cos, (rows, dim // 2), np.float32)
+    sines = array_at(sin, (rows, dim // 2), np.float32)
+    args = (np.zeros(1, np.int64), numbers, count, cosines, sines)
+    run_on_team(threads, rotate_rows, args)
+
+
+@kernel
+def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array) -> None:
+    """Rows of `rotate` until none is left."""
+    total = len(heads)
+    begin = take(counter, TAKEN_ROWS)
+    while begin < total:
+        for row in range(begin, min(begin + TAKEN_ROWS, total)):
+            for head in range(count):
+                rotate_head(heads[row, head], cos[row], sin[row])
+        begin = take(counter, TAKEN_ROWS)
+
+
+@inlined
+def rotate_head(head: Array, cos: Array, sin: Array) -> None:
+    """One ``head [D]`` of `rotate`."""
+    half = len(cos)
+    first, second = head[:half], head[half:]
+    for i in range(half):
+        a, b = widen(first[i]), widen(second[i])
+        store(first, i, a * cos[i] - b * sin[i])
+        store(second, i, b * cos[i] + a * sin[i])
+
+
+@inlined
+def times_sigmoid(factor: Any, x: Any) -> Any:
+    """``factor * sigmoid(x)``"""
+    decay = exp_of_negative(-abs(x))
+    numerator = factor if x >= 0 else factor * decay
+    return numerator / (np.float32(1.0) + decay)
+
+
+@kernel
+def silu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> None:
+    """``silu(gate) * up`` of ``gate_up [rows, 2 * width]`` into ``out [rows, width]``."""
+    factors = array_at(gate_up, (rows, 2 * width), np.uint16)
+    products = array_at(out, (rows, width), np.uint16)
+    run_on_team(threads, silu_mul_rows, (np.zeros(1, np.int64), factors, products))
+
+
+@kernel
+def silu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
+    """Rows of `silu_mul` until none is left."""
+    count, width = out.shape
+    begin = take(counter, TAKEN_ROWS)
+    while begin < count:
+        for row in range(begin, min(begin + TAKEN_ROWS, count)):
+            silu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
+        begin = take(counter, TAKEN_ROWS)
+
+
+@inlined
+def silu_mul_row(gates: Array, ups: Array, products: Array) -> None:
+    """One row of `silu_mul`."""
+    for i in range(len(products)):
+        gate = widen(gates[i])
+        store(products, i, times_sigmoid(gate, gate) * widen(ups[i]))
+
+
+@kernel
+def gelu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> None:
+    """As `silu_mul`, with gelu by tanh."""
+    factors = array_at(gate_up, (rows, 2 * width), np.uint16)
+    products = array_at(out, (rows, width), np.uint16)
+    run_on_team(threads, gelu_mul_rows, (np.zeros(1, np.int64), factors, products))
+
+
+@kernel
+def gelu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
+    """Rows of `gelu_mul` until none is left."""
+    count, width = out.shape
+    begin = take(counter, TAKEN_ROWS)
+    while begin < count:
+        for row in range(begin, min(begin + TAKEN_ROWS, count)):
+            gelu_mul_row(gate_up[row, :width], gate_up[row, width:], out[row])
+        begin = take(counter, TAKEN_ROWS)
+
+
+@inlined
+def gelu_mul_row(gates: Array, ups: Array, products: Array) -> None:
+    """One row of `gelu_mul`.
+
+    ``gelu(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2 * u)`` with
+    ``u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)``: Hendrycks and Gimpel (arXiv 1606.08415).
+    """
+    slope, bend = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
+    for i in range(len(products)):
+        gate = widen(gates[i])
+        x = slope * gate * (np.float32(1.0) + bend * gate * gate)
+        store(products, i, times_sigmoid(gate, x) * widen(ups[i]))

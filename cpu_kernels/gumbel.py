@@ -1,0 +1,111 @@
+"""The noise of Gumbel-max sampling, from a counter: the same number on every machine.
+
+A token is drawn from ``softmax(logits)`` by taking the largest of ``logit + noise``
+with one Gumbel-distributed noise per token id (Gumbel 1954; "the exponential race").
+A rounding error of a logit changes the outcome only where the two best nearly tie,
+whereas one in a cumulated sum moves the boundaries of all tokens after it.
+
+The noise comes from Philox4x32-10 (Salmon and others, "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011), whose output is a pure function of a counter and a key::
+
+    key      seed, 64 bits
+    counter  (block, position, choice, 0), 32 bits each
+    output   four words; in 64 consecutive token ids, word w of the 16 blocks are
+             those of the 16 ids from 16 * w on, so that a loop over ids is vectorized
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvrelay.cpu_kernels.arrays import Array
+from kvrelay.cpu_kernels.jit import exact, kernel
+
+_BLOCKS = 16
+WORDS_MULTIPLE = 4 * _BLOCKS
+"""Words are made for as many token ids at a time: those of `_BLOCKS` neighbouring blocks."""
+
+
+@exact
+def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
+    """Ten rounds: four 32-bit words."""
+    for _ in range(10):
+        p0 = np.uint64(c0) * np.uint64(0xD2511F53)
+        p1 = np.uint64(c2) * np.uint64(0xCD9E8D57)
+        high0, high1 = np.uint32(p0 >> np.uint64(32)), np.uint32(p1 >> np.uint64(32))
+        c0, c1, c2, c3 = (
+            np.uint32(high1 ^ c1 ^ k0),
+            np.uint32(p1),
+            np.uint32(high0 ^ c3 ^ k1),
+            np.uint32(p0),
+        )
+        k0 = np.uint32(k0 + np.uint32(0x9E3779B9))
+        k1 = np.uint32(k1 + np.uint32(0xBB67AE85))
+    return c0, c1, c2, c3
+
+
+@kernel
+def random_words(seed: Any, choice: Any, position: Any, out: Array) -> None:
+    """A 32-bit word for each token id into ``out [n]`` uint32; `n` is a multiple of 64."""
+    k0, k1 = np.uint32(seed), np.uint32(np.uint64(seed) >> np.uint64(32))
+    for group in range(len(out) // WORDS_MULTIPLE):
+        first_block, start = np.uint32(group * _BLOCKS), group * WORDS_MULTIPLE
+        for i in range(_BLOCKS):
+            block = np.uint32(first_block + np.uint32(i))
+            a, b, c, d = _philox(
+                block, np.uint32(position), np.uint32(choice), np.uint32(0), k0, k1
+            )
+            out[start + i] = a
+            out[start + _BLOCKS + i] = b
+            out[start + 2 * _BLOCKS + i] = c
+            out[start + 3 * _BLOCKS + i] = d
+
+
+@exact
+def _log(x: Any) -> Any:
+    """``log(x)`` of a positive, normal float32 to about 1e-7 (Cephes' logf), vectorizable."""
+    bits = np.float32(x).view(np.uint32)
+    exponent = np.int32(np.uint32(bits - np.uint32(0x3F3504F3))) >> np.int32(23)
+    mantissa = np.uint32(bits - np.uint32(np.uint32(exponent) << np.uint32(23))).view(np.float32)
+    f = mantissa - np.float32(1.0)
+    p = np.float32(7.0376836292e-2)
+    p = p * f + np.float32(-1.1514610310e-1)
+    p = p * f + np.float32(1.1676998740e-1)
+    p = p * f + np.float32(-1.2420140846e-1)
+    p = p * f + np.float32(1.4249322787e-1)
+    p = p * f + np.float32(-1.6668057665e-1)
+    p = p * f + np.float32(2.0000714765e-1)
+    p = p * f + np.float32(-2.4999993993e-1)
+    p = p * f + np.float32(3.3333331174e-1)
+    square = f * f
+    return (
+        f
+        + (f * square * p - np.float32(0.5) * square)
+        + np.float32(exponent) * np.float32(0.693147181)
+    )
+
+
+@exact
+def _gumbel(word: Any) -> Any:
+    """``-log(-log(1 - v))`` for the number ``v`` in (0, 1) that `word` stands for.
+
+    A winner is nearly always a token with a small ``v``, so small ones keep their precision:
+    ``-log(1 - v)`` is taken from its series there.
+    """
+    v = (np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32)
+    exponential = v * (np.float32(1.0) + v * (np.float32(0.5) + v * np.float32(0.33333334)))
+    if v >= np.float32(0.01):
+        exponential = -_log(max(np.float32(1.0) - v, np.float32(2.0**-25)))
+    return -_log(exponential)
+
+
+@kernel
+def add_noise(logits: Array, largest: Any, temperature: Any, words: Array, out: Array) -> None:
+    """Gumbel noise on scaled logits: ``out = (logits - largest) / temperature + noise(words)``.
+
+    All of them ``[n]``; `largest` only keeps the numbers small. What is -inf stays so.
+    """
+    for i in range(len(logits)):
+        out[i] = (logits[i] - largest) / temperature + _gumbel(words[i])

@@ -1,0 +1,175 @@
+"""What the compiled CPU kernels share: the decorator, arrays at addresses, bfloat16 as bits, exp,
+prefetch.
+
+numba has neither bfloat16 nor, on a CPU, float16: kernels see the bits of the one as
+uint16, the upper half of a float32, and those of the other as int16.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic, overload
+
+from kvrelay.cpu_kernels.kernel_cache import is_kernel_source, kernel_cache
+from kvrelay.cpu_kernels.lanes import ask_for_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_REASSOCIATE = {"reassoc", "contract", "nsz", "arcp"}
+"""Lets sums be vectorized. Not "nnan": a NaN must reach the sampler, which refuses it."""
+
+
+def _compile(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    source = Path(function.__code__.co_filename)
+    assert is_kernel_source(source), f"{source}: a kernel outside of cpu_kernels/ has a stale cache"
+    with kernel_cache() as cached:
+        # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
+        decorate = numba.njit(cache=cached, nogil=True, error_model="numpy", **options)
+        return cast("Callable[P, R]", decorate(function))
+
+
+def kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile on first use, cache on disk, run without the GIL; sums may be reordered."""
+    return _compile(function, fastmath=_REASSOCIATE)
+
+
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """A part of kernels, compiled into its callers: their constants are constants in it too."""
+    return _compile(function, fastmath=_REASSOCIATE, forceinline=True)
+
+
+def exact(function: Callable[P, R]) -> Callable[P, R]:
+    """Like `inlined`, with floating point operations in the order they are written."""
+    return _compile(function, forceinline=True)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer_to(_typing: Any, address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return numba.types.voidptr(numba.int64), generate
+
+
+@inlined
+def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The array whose elements begin at an `address`, in C's order; inside kernels.
+
+    Nothing keeps its memory alive.
+    """
+    return numba.carray(_pointer_to(address), shape, dtype)
+
+
+def widen(bits: Any) -> Any:
+    """A stored element as float32, inside kernels: from bits, or a float32 itself."""
+    raise NotImplementedError("only inside a kernel")
+
+
+def has_float16() -> bool:
+    """Whether this processor converts float16 by itself, as `widen` and `store` need."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return bool(features.get("f16c")) or platform.machine() in ("aarch64", "arm64")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _widen_float16(_typing: Any, bits: Any) -> Any:
+    """The float32 of a float16's bits."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return numba.float32(numba.int16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _round_to_float16(_typing: Any, value: Any) -> Any:
+    """The bits of the float16 that is nearest to a float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return numba.int16(numba.float32), generate
+
+
+@overload(widen)  # type: ignore[untyped-decorator]
+def _widen(bits: Any) -> Any:
+    def widen_bits(bits: Any) -> Any:
+        return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+    def widen_half(bits: Any) -> Any:
+        return _widen_float16(bits)
+
+    def widen_float(bits: Any) -> Any:
+        return bits
+
+    return {numba.uint16: widen_bits, numba.int16: widen_half}.get(bits, widen_float)
+
+
+def store(array: Any, index: Any, value: Any) -> None:
+    """Write a float32 to a row of bits or float32, inside kernels."""
+    raise NotImplementedError("only inside a kernel")
+
+
+@overload(store)  # type: ignore[untyped-decorator]
+def _store(array: Any, index: Any, value: Any) -> Any:
+    def store_bits(array: Any, index: Any, value: Any) -> None:
+        array[index] = round_to_bfloat16(value)
+
+    def store_half(array: Any, index: Any, value: Any) -> None:
+        array[index] = _round_to_float16(value)
+
+    def store_float(array: Any, index: Any, value: Any) -> None:
+        array[index] = value
+
+    return {numba.uint16: store_bits, numba.int16: store_half}.get(array.dtype, store_float)
+
+
+@exact
+def round_to_bfloat16(value: Any) -> Any:
+    """To nearest, ties to even. (A NaN whose payload is all ones would overflow; none arises.)"""
+    bits = np.float32(value).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@exact
+def exp_of_negative(x: Any) -> Any:
+    """``exp(x)`` of a float32 ``x <= 0`` to about 1e-7, 0 below -87; NaN stays NaN.
+
+    Range reduction by Cody and Waite and a Taylor polynomial: unlike libm's
+    `expf`, a loop of it is vectorized.
+    """
+    n = np.int32(max(x, np.float32(-87.0)) * np.float32(1.44269504) - np.float32(0.5))
+    r = x - np.float32(n) * np.float32(0.693359375)
+    r = r - np.float32(n) * np.float32(-2.12194440e-4)
+    p = np.float32(1 / 5040)
+    p = p * r + np.float32(1 / 720)
+    p = p * r + np.float32(1 / 120)
+    p = p * r + np.float32(1 / 24)
+    p = p * r + np.float32(1 / 6)
+    p = p * r + np.float32(0.5)
+    p = p * r + np.float32(1.0)
+    p = p * r + np.float32(1.0)
+    power = p * np.uint32((n + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0.0) if x < np.float32(-87.0) else power
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_typing: Any, array: Any, index: Any) -> Any:
+    """Ask for the line of ``array[index]`` (1-D, contiguous) in the second cache; any will do."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        ask_for_line(builder, builder.gep(data, [args[1]]), second_cache=True)
+        return context.get_dummy_value()
+
+    return numba.void(array, index), generate

@@ -1,0 +1,470 @@
+"""Products with bfloat16 weights on a CPU that multiplies pairs of bfloat16 (AVX512-BF16), whole
+tiles of it (AMX), or float32 (AVX2): a `Unit`.
+
+``out [T, N] = x [T, K] W^T``, with ``W [N, K]`` in panels of `PANEL` outputs, one after the
+other, in which the pairs of inputs come in order::
+
+    weights [panels, K / 2, PANEL, 2]
+
+A tile is a panel and up to `TILE` rows, whose sums stay in registers. Few rows are one tile:
+the weights stream from memory once, and are asked for `_AHEAD` bytes before they are needed.
+For more rows each tile asks for a part of the panel that probably comes next, so that memory and
+arithmetic work at the same time; the last tiles for what lies behind the weights, the next
+product's if they were put there. Many rows are computed by blocks that stay in the second cache, a
+panel of a block at a time by whichever thread is free.
+
+What the processor itself calls tiles (`tiles`) multiplies up to `_TILED_ROWS` rows with a panel,
+and many rows ten times as fast as vectors do: the panels' layout is theirs, too. Float32
+(`product_floats`) has half as many registers of half the size: tiles have up to `FLOAT_ROWS` rows.
+
+Each sum adds its pairs one after the other, from the first to the last, or by tiles 32 inputs
+after the other, or by float32 each input by itself, which gives other bits: a row's result depends
+neither on the rows beside it nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+
+from kvrelay.cpu_kernels.arrays import Array
+from kvrelay.cpu_kernels.jit import inlined, kernel
+from kvrelay.cpu_kernels.lanes import (
+    LANES,
+    LINE_BYTES,
+    add_product,
+    ask_for_line,
+    constant,
+    has_bfloat16_products,
+    loop,
+    switch,
+    times,
+)
+from kvrelay.cpu_kernels.pair_memory import add_widened, address_of, make_lines
+from kvrelay.cpu_kernels.products.product_floats import (
+    FLOAT_ROWS,
+    LINES,
+    PANEL_BYTES,
+    WHOLE_ROWS,
+    sum_floats,
+    widen_floats,
+)
+from kvrelay.cpu_kernels.products.product_tiles import (
+    ASKED_LINES,
+    fetch_to_write,
+    round_sums,
+    sum_in_tiles,
+)
+from kvrelay.cpu_kernels.products.tiles import TILE_ROWS, drop_tiles, shape_tiles
+from kvrelay.cpu_kernels.team import run_on_team, take
+
+_VECTORS: Final = 2
+PANEL: Final = _VECTORS * LANES
+TILE: Final = 12
+"""Rows: times 2 vectors these are 24 sums, so many that 32 registers hold the rest."""
+_STEP: Final = 2
+"""Pairs of inputs in a turn of a tile's loop."""
+PAIRS: Final = 2 * _STEP
+"""Inputs are a multiple of it."""
+_LINES: Final = _STEP * _VECTORS
+"""Of the cache, which are a turn's weights."""
+_AHEAD: Final = 8192
+"""Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
+_FIRST_CACHE_ROWS: Final = 4
+"""Tiles of more rows ask for lines in the second cache, as the first one has no room for a panel
+besides the one in use: 16 rows take 0.8 of the time, 4 would take 1.2 times theirs."""
+_BLOCK: Final = 20 * TILE
+"""Rows at most: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
+_TILED_ROWS: Final = 2 * TILE_ROWS
+"""Two of the processor's tiles: with a panel's two of outputs these are four tiles of sums."""
+_TILED_BYTES: Final = _TILED_ROWS * PANEL * 4
+"""Of such a tile's sums."""
+_TILED_BLOCK: Final = 10 * _TILED_ROWS
+"""A block's rows at most: their outputs stay in a second cache of 2 MiB until they are read."""
+_TILED_BLOCK_BYTES: Final = 1 << 20
+"""And those of its inputs, unless 32 rows have more."""
+_WIDENED_BYTES: Final = 1 << 18
+"""Of a block's inputs as float32: half of a second cache of 512 KiB."""
+_FEWEST_TILES: Final = 4
+"""Of such a block, which may have more bytes: with 8,192 inputs 57 GFLOP/s where 1 has 33."""
+_SHARES: Final = 4
+"""Pieces for each of several threads, of a product of one tile: each streams its own."""
+_TILES: Final = (
+    (1, 0),
+    *((rows, _LINES) for rows in (2, 4, 6, 8, 10, 12)),
+    *((rows, _LINES // 2) for rows in (6, 8, 10, 12)),
+    *((rows, _LINES // 4) for rows in (8, 10, 12)),
+)
+"""Rows of a tile, and lines that it asks for in a turn. One row streams best without."""
+
+_INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOATS, _INTS, _BITS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), _INT32, _INT16))
+
+
+class Unit(IntEnum):
+    """What is multiplied at once."""
+
+    FLOATS = 0
+    PAIRS = 1
+    TILES = 2
+
+
+class Product(NamedTuple):
+    """Addresses and sizes of what is multiplied; an address is 0 where there is no such thing."""
+
+    x: int
+    weights: int
+    bias: int
+    residual: int
+    out: int
+    rows: int
+    pairs: int
+    """Of inputs."""
+    outputs: int
+    block: int
+    """Rows that are computed with one panel after the other."""
+    unit: int
+
+
+def _pointer(builder: Any, address: Any, kind: Any, bytes_on: Any = None) -> Any:
+    if bytes_on is not None:
+        address = builder.add(address, bytes_on)
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _sum_tile(
+    builder: Any, rows: Sequence[Any], weights: Any, pairs: Any, ahead: Any, lines: int
+) -> Sequence[Any]:
+    """The sums of a tile, ``[len(rows) * _VECTORS]`` vectors.
+
+    ``rows`` and ``weights`` are addresses; `lines` from `ahead` on are asked for in each turn.
+    """
+
+    def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
+        sums = list(totals)
+        asked = builder.add(ahead, times(builder, index, lines * LINE_BYTES))
+        for line in range(lines):
+            place = _pointer(builder, asked, _INT8, _INT64(line * LINE_BYTES))
+            ask_for_line(builder, place, second_cache=len(rows) > _FIRST_CACHE_ROWS)
+        for step in range(_STEP):
+            pair = builder.add(times(builder, index, _STEP), _INT64(step))
+            panel = builder.add(weights, times(builder, pair, PANEL_BYTES))
+            vectors = [
+                builder.load(_pointer(builder, panel, _INTS, _INT64(vector * LINE_BYTES)), align=4)
+                for vector in range(_VECTORS)
+            ]
+            for at, row in enumerate(rows):
+                unit = builder.load(_pointer(builder, row, _INT32, times(builder, pair, 4)))
+                for vector in range(_VECTORS):
+                    total = at * _VECTORS + vector
+                    sums[total] = add_product(builder, sums[total], vectors[vector], unit)
+        return sums
+
+    nothing = [constant(0.0)] * (len(rows) * _VECTORS)
+    return loop(builder, builder.udiv(pairs, _INT64(_STEP)), nothing, turn)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_tile(
+    _typing: Any,
+    size: Any,
+    lines: Any,
+    x: Any,
+    last: Any,
+    pairs: Any,
+    weights: Any,
+    ahead: Any,
+    sums: Any,
+) -> Any:
+    """``sums [TILE, PANEL]`` of the first `size` rows from `x` on; (`size`, `lines`) in `_TILES`.
+
+    Rows after the `last` are copies of it. `weights` of the panel, and `ahead` to ask for.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not has_bfloat16_products():  # nobody comes to it
+            return context.get_dummy_value()
+        data = context.make_array(signature.args[7])(context, builder, args[7]).data
+        target = builder.ptrtoint(data, _INT64)
+        count, asked, begin, end, depth, panel, following, _ = args
+
+        def add_up(size: int, lines: int) -> None:
+            rows = []
+            for row in range(size):
+                known = builder.icmp_signed("<", end, _INT64(row))
+                index = builder.select(known, end, _INT64(row))
+                rows.append(builder.add(begin, times(builder, builder.mul(index, depth), 4)))
+            for at, total in enumerate(_sum_tile(builder, rows, panel, depth, following, lines)):
+                place = _pointer(builder, target, _FLOATS, _INT64(at * LINE_BYTES))
+                builder.store(total, place, align=4)
+
+        key = builder.add(times(builder, count, _LINES + 1), asked)
+        cases = [
+            (size * (_LINES + 1) + lines, partial(add_up, size, lines)) for size, lines in _TILES
+        ]
+        switch(builder, key, cases)
+        return context.get_dummy_value()
+
+    number = numba.int64
+    return numba.void(number, number, number, number, number, number, number, sums), generate
+
+
+def _round(builder: Any, total: Any) -> Any:
+    """float32 as the bits of bfloat16, to nearest, ties to even."""
+    bits = builder.bitcast(total, _INTS)
+    sixteen, one, half = (ir.Constant(_INTS, [n] * LANES) for n in (16, 1, 0x7FFF))
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
+    is_nan = builder.fcmp_unordered("uno", total, total)
+    quiet = ir.Constant(_INTS, [0x7FC0] * LANES)
+    return builder.trunc(builder.select(is_nan, quiet, rounded), _BITS)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def write_row(
+    _typing: Any, sums: Any, row: Any, vectors: Any, bias: Any, residual: Any, out: Any
+) -> Any:
+    """Round `vectors` of a row of sums, with `bias` and `residual` (0 for none), to `out`.
+
+    All three are addresses of the row's first output in this panel.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        _, row, count, first, second, target = args
+        source = builder.add(
+            builder.ptrtoint(data, _INT64), times(builder, row, _VECTORS * LINE_BYTES)
+        )
+
+        def write(vector: Any, _: Sequence[Any]) -> Sequence[Any]:
+            place = times(builder, vector, LINE_BYTES)
+            total = builder.load(_pointer(builder, source, _FLOATS, place), align=4)
+            half = times(builder, vector, LINE_BYTES // 2)
+            for addend in (first, second):
+                (total,) = add_widened(builder, [total], addend, half)
+            to = _pointer(builder, target, _BITS, half)
+            builder.store(_round(builder, total), to, align=2)
+            return ()
+
+        loop(builder, count, (), write)
+        return context.get_dummy_value()
+
+    number = numba.int64
+    return numba.void(sums, number, number, number, number, number), generate
+
+
+@kernel
+def multiply(
+    threads: int,
+    unit: int,
+    x: int,
+    weights: int,
+    bias: int,
+    residual: int,
+    out: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+) -> None:
+    """``out [rows, outputs] = x [rows, inputs] W^T (+ bias [outputs]) (+ residual)``.
+
+    All are bfloat16, contiguous and given by their address, 0 for no bias and no residual.
+    The `unit` is a `Unit` that this processor has. ``rows >= 1``, ``inputs % PAIRS == 0`` or, in
+    tiles, ``inputs % TILE_NUMBERS == 0``, and ``outputs % LANES == 0``. The weights' last panel is
+    whole.
+    """
+    most, tile = _BLOCK, TILE
+    if unit == Unit.TILES:
+        tile = _TILED_ROWS
+        most = min(_TILED_BLOCK, max(_TILED_BLOCK_BYTES // (2 * inputs * tile), 1) * tile)
+    if unit == Unit.FLOATS:
+        tile = FLOAT_ROWS
+        most = min(_BLOCK, max(_WIDENED_BYTES // (4 * inputs * tile), _FEWEST_TILES) * tile)
+    blocks = (rows + most - 1) // most
+    # Equal blocks of whole tiles; the last one may be shorter.
+    block = (rows + blocks * tile - 1) // (blocks * tile) * tile
+    units = (rows + block - 1) // block * ((outputs + PANEL - 1) // PANEL)
+    share = units
+    if threads > 1:
+        # Of many rows as small as can be, so that all threads end at about the same time.
+        share = 1 if rows > tile else max(1, units // (threads * _SHARES))
+    product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block, unit)
+    args = (np.zeros(1, np.int64), share, threads * share, units, product)
+    run_on_team(threads, multiply_remaining, args)
+
+
+@kernel
+def multiply_remaining(
+    counter: Array, share: int, stride: int, units: int, product: Product
+) -> None:
+    """Compute the next `share` of `units` until there is none left: a panel of a block each.
+
+    Equally fast threads take turns: a thread's next share begins `stride` units later.
+    """
+    panels = (product.outputs + PANEL - 1) // PANEL
+    sums = make_lines(2 * _TILED_ROWS, PANEL, np.float32)
+    widened_rows = min(product.block, product.rows) if product.unit == Unit.FLOATS else 0
+    widened = make_lines(widened_rows, 2 * product.pairs, np.float32)
+    widened_from = -1
+    begin = take(counter, share)
+    while begin < units:
+        end = min(begin + share, units)
+        for unit in range(begin, end):
+            following = unit + 1 if unit + 1 < end else begin + stride
+            asked = following % panels if following < units else panels
+            first, panel = unit // panels * product.block, unit % panels
+            if product.unit == Unit.TILES:
+                multiply_in_tiles(product, first, panel, asked, sums)
+            elif product.unit == Unit.PAIRS:
+                multiply_block(product, first, panel, asked, sums)
+            else:
+                if first != widened_from:
+                    widen_block(product, first, address_of(widened))
+                    widened_from = first
+                multiply_floats(product, first, panel, asked, address_of(widened), sums)
+        begin = take(counter, share)
+    if product.unit == Unit.TILES:
+        drop_tiles()
+
+
+@inlined
+def multiply_block(product: Product, first: int, panel: int, following: int, sums: Array) -> None:
+    """A panel for the block of rows from `first` on; the `following` panel is asked for.
+
+    One behind the last may be nobody's memory: to ask is harmless.
+    """
+    pairs, panel_bytes = product.pairs, product.pairs * PANEL_BYTES
+    weights = product.weights + panel * panel_bytes
+    end = min(first + product.block, product.rows)
+    halves = (end - first + 1) // 2
+    tiles = (2 * halves + TILE - 1) // TILE
+    lines = _LINES if tiles == 1 else _LINES // 2 if tiles < 4 else _LINES // 4
+    part = panel_bytes * lines // _LINES
+    vectors = min(PANEL, product.outputs - panel * PANEL) // LANES
+    for tile in range(tiles):
+        row = first + tile * halves // tiles * 2
+        size = first + (tile + 1) * halves // tiles * 2 - row
+        count = min(size, end - row)
+        ahead = weights + _AHEAD
+        if tiles > 1:
+            ahead = product.weights + following * panel_bytes + tile * part
+            if tile * lines >= _LINES:
+                ahead = weights  # all of it has been asked for
+        x = product.x + row * pairs * 4
+        if end - first == 1:
+            sum_tile(1, 0, x, 0, pairs, weights, ahead, sums)
+        else:
+            sum_tile(size, lines, x, count - 1, pairs, weights, ahead, sums)
+        write_rows(product, row, count, panel, 0, vectors, sums)
+
+
+@inlined
+def write_rows(
+    product: Product, row: int, count: int, panel: int, index: int, vectors: int, sums: Array
+) -> None:
+    """Round `count` rows of a panel's ``sums[index:]``, to the rows from `row` on of the output."""
+    bias = product.bias + 2 * panel * PANEL if product.bias else 0
+    for r in range(count):
+        at = 2 * ((row + r) * product.outputs + panel * PANEL)
+        residual = product.residual + at if product.residual else 0
+        write_row(sums, index + r, vectors, bias, residual, product.out + at)
+
+
+@inlined
+def widen_block(product: Product, first: int, to: int) -> None:
+    """Widen the inputs of the block of rows from `first` on."""
+    rows = min(product.block, product.rows - first)
+    widen_floats(product.x + first * 4 * product.pairs, rows * 2 * product.pairs, to)
+
+
+@inlined
+def find_lines(
+    product: Product, panel: int, following: int, tile: int, tiles: int, most: int, least: int
+) -> tuple[int, int]:
+    """How many lines a tile asks for in each turn, `least` to `most` or none, and from where on.
+
+    One tile asks for its own weights; several for parts of the `following` panel, and for none once
+    they have asked for all of it.
+    """
+    panel_bytes = product.pairs * PANEL_BYTES
+    weights = product.weights + panel * panel_bytes
+    if tiles == 1:
+        return most, weights + _AHEAD
+    lines = max(most // 2 if tiles < 4 else most // 4, least)
+    if tile * lines >= most:
+        return 0, weights
+    part = panel_bytes * lines // most
+    return lines, product.weights + following * panel_bytes + tile * part
+
+
+@inlined
+def multiply_floats(
+    product: Product, first: int, panel: int, following: int, x: int, sums: Array
+) -> None:
+    """As `multiply_block`, of inputs that were widened to `x`: a block's, as float32."""
+    pairs, row_bytes = product.pairs, 8 * product.pairs
+    weights = product.weights + panel * pairs * PANEL_BYTES
+    rows = min(product.block, product.rows - first)
+    tiles = (rows + FLOAT_ROWS - 1) // FLOAT_ROWS
+    vectors = min(PANEL, product.outputs - panel * PANEL) // LANES
+    for tile in range(tiles):
+        row = tile * rows // tiles
+        count = (tile + 1) * rows // tiles - row
+        lines, ahead = find_lines(product, panel, following, tile, tiles, LINES[0], LINES[1])
+        begin = x + row * row_bytes
+        for half in range(1 if count <= WHOLE_ROWS else 2):
+            side = half * LINE_BYTES
+            sum_floats(count, lines, begin, pairs, weights + side, ahead, address_of(sums) + side)
+            lines = 0
+        write_rows(product, first + row, count, panel, 0, vectors, sums)
+
+
+@inlined
+def multiply_in_tiles(
+    product: Product, first: int, panel: int, following: int, sums: Array
+) -> None:
+    """As `multiply_block`, by tiles of up to `_TILED_ROWS` rows.
+
+    A tile's sums are rounded while the next one's are added up: ``sums`` have room for two.
+    """
+    pairs, row_bytes = product.pairs, 4 * product.pairs
+    weights = product.weights + panel * pairs * PANEL_BYTES
+    end = min(first + product.block, product.rows)
+    tiles = (end - first + _TILED_ROWS - 1) // _TILED_ROWS
+    shaped = 0
+    for tile in range(tiles):
+        row = first + tile * _TILED_ROWS
+        count = min(_TILED_ROWS, end - row)
+        if count != shaped:
+            shape_tiles(min(count, TILE_ROWS), max(count - TILE_ROWS, 1))
+            shaped = count
+        lines, ahead = find_lines(product, panel, following, tile, tiles, ASKED_LINES[0], 1)
+        halves = (count + TILE_ROWS - 1) // TILE_ROWS
+        x, to = product.x + row * row_bytes, address_of(sums) + tile % 2 * _TILED_BYTES
+        sum_in_tiles(halves, lines, x, row_bytes, pairs // TILE_ROWS, weights, ahead, to)
+        if tile > 0:
+            write_tile(product, row - _TILED_ROWS, _TILED_ROWS, panel, (tile - 1) % 2, sums)
+    last = tiles - 1
+    row = first + last * _TILED_ROWS
+    write_tile(product, row, end - row, panel, last % 2, sums)
+
+
+@inlined
+def write_tile(product: Product, row: int, count: int, panel: int, place: int, sums: Array) -> None:
+    """Round `count` sums of a panel, which are at a `place` of the two, to rows of the output."""
+    if (panel + 1) * PANEL <= product.outputs:
+        at, stride = 2 * (row * product.outputs + panel * PANEL), 2 * product.outputs
+        bias = product.bias + 2 * panel * PANEL if product.bias else 0
+        residual = product.residual + at if product.residual else 0
+        source, out = address_of(sums) + place * _TILED_BYTES, product.out + at
+        fetch_to_write(out, stride, count)
+        round_sums(source, count, bias, residual, out, stride)
+    else:
+        write_rows(product, row, count, panel, place * _TILED_ROWS, 1, sums)

@@ -1,0 +1,159 @@
+"""What `product` is computed with where a processor multiplies only float32 (AVX2), as LLVM
+instructions.
+
+bfloat16 is the upper half of a float32: weights are widened as they are used, inputs once for all
+panels. Arguments are addresses and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import numba
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from kvrelay.cpu_kernels.lanes import (
+    FLOATS,
+    INTS,
+    LANES,
+    LINE_BYTES,
+    add_scaled,
+    ask_for_line,
+    constant,
+    loop,
+    splat,
+    switch,
+    times,
+)
+from kvrelay.cpu_kernels.pair_memory import FLOAT, pointer
+
+FLOAT_ROWS: Final = 6
+"""Of a tile at most: with half a panel these are 12 sums of 8 lanes, of 16 registers."""
+WHOLE_ROWS: Final = 3
+"""Up to so many rows have sums for a whole panel, in as many registers."""
+WIDENED: Final = 4
+"""Numbers that are widened at a time: inputs are a multiple of it."""
+_STEP: Final = 2
+"""Pairs of inputs in a turn of the loop."""
+PANEL_BYTES: Final = 2 * LINE_BYTES
+"""Of a panel's weights of one pair of inputs, and of a row of its sums."""
+LINES: Final = tuple(_STEP * PANEL_BYTES // LINE_BYTES // part for part in (1, 2))
+"""Of the cache that `sum_floats` may ask for in a turn: its weights', or half of them; or 0."""
+
+_INT8, _INT64 = ir.IntType(8), ir.IntType(64)
+_NARROW, _WIDE = (ir.VectorType(ir.IntType(bits), WIDENED) for bits in (16, 32))
+
+
+def has_float_products() -> bool:
+    """Whether this processor adds products of 8 float32 at a time: AVX2 with FMA."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return bool(features.get("avx2")) and bool(features.get("fma"))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_floats(
+    _typing: Any,
+    rows: Any,
+    lines: Any,
+    x: Any,
+    pairs: Any,
+    weights: Any,
+    ahead: Any,
+    sums: Any,
+) -> Any:
+    """``sums [rows, 32] = x W^T``, for up to `WHOLE_ROWS` rows; of more rows half of each sum.
+
+    A panel's other half begins a line further on, in `weights` and in `sums`.
+
+    ``x [rows, 2 * pairs]`` and `sums` are float32, ``weights [pairs, 32, 2]`` bfloat16. In each
+    turn, of `_STEP` pairs, so many `lines` are asked for from `ahead` on, one of `LINES` or none.
+    Each sum adds its products from the first to the last, each rounded once.
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        rows, lines, x, pairs, weights, ahead, sums = args
+        row_bytes = times(builder, pairs, 8)
+        upper = ir.Constant(INTS, [0xFFFF0000] * LANES)
+        sixteen = ir.Constant(INTS, [16] * LANES)
+
+        def add_up(count: int, asked: int) -> None:
+            vectors = range(2 if count <= WHOLE_ROWS else 1)
+            begins = [builder.add(x, times(builder, row_bytes, row)) for row in range(count)]
+
+            def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
+                results = list(totals)
+                panel = builder.add(weights, times(builder, index, _STEP * PANEL_BYTES))
+                inputs = times(builder, index, _STEP * 8)
+                following = builder.add(ahead, times(builder, index, asked * LINE_BYTES))
+                for line in range(asked):
+                    ask_for_line(builder, pointer(builder, following, _INT8, line * LINE_BYTES))
+                for step in range(_STEP):
+                    bits = [
+                        builder.load(
+                            pointer(builder, panel, INTS, step * PANEL_BYTES + vector * LINE_BYTES),
+                            align=4,
+                        )
+                        for vector in vectors
+                    ]
+                    for side in (0, 1):
+                        wide = [
+                            builder.and_(one, upper) if side else builder.shl(one, sixteen)
+                            for one in bits
+                        ]
+                        for row, begin in enumerate(begins):
+                            place = builder.add(begin, inputs)
+                            number = builder.load(
+                                pointer(builder, place, FLOAT, step * 8 + side * 4), align=4
+                            )
+                            for at, one in enumerate(wide):
+                                total = row * len(vectors) + at
+                                results[total] = add_scaled(
+                                    builder,
+                                    builder.bitcast(one, FLOATS),
+                                    splat(builder, number),
+                                    results[total],
+                                )
+                return results
+
+            nothing = [constant(0.0)] * (count * len(vectors))
+            totals = loop(builder, builder.udiv(pairs, _INT64(_STEP)), nothing, turn)
+            for at, total in enumerate(totals):
+                row, vector = divmod(at, len(vectors))
+                place = row * PANEL_BYTES + vector * LINE_BYTES
+                builder.store(total, pointer(builder, sums, FLOATS, place), align=4)
+
+        step = LINES[0] + 1
+        cases = [
+            (count * step + asked, partial(add_up, count, asked))
+            for count in range(1, FLOAT_ROWS + 1)
+            for asked in (*LINES, 0)
+        ]
+        switch(builder, builder.add(times(builder, rows, step), lines), cases)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 7), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_floats(_typing: Any, source: Any, count: Any, to: Any) -> Any:
+    """Widen `count` numbers, a multiple of `WIDENED`, from bfloat16 to float32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source, count, to = args
+
+        def widen(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+            begin = builder.add(source, times(builder, index, 2 * WIDENED))
+            bits = builder.zext(builder.load(pointer(builder, begin, _NARROW), align=2), _WIDE)
+            target = builder.add(to, times(builder, index, 4 * WIDENED))
+            wide = builder.shl(bits, ir.Constant(_WIDE, [16] * WIDENED))
+            builder.store(wide, pointer(builder, target, _WIDE), align=4)
+            return ()
+
+        loop(builder, builder.udiv(count, _INT64(WIDENED)), (), widen)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 3), generate

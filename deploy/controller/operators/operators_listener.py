@@ -1,0 +1,73 @@
+"""The listener for operators and other routers, in the process that supervises the workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvrelay.deploy.controller.operators.admin_service import Administrator, AdminService
+from kvrelay.deploy.controller.operators.controller_service import ControllerService
+from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
+from kvrelay.net.channels import front_server
+from kvrelay.net.tls import TlsFiles
+from kvrelay.router.discovery import Discovery
+from kvrelay.router.doors.listening import listen
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
+
+_ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_CONTROLLER: Final = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
+_MESSAGE_BYTES: Final = 64 << 10
+
+
+class OperatorServices:
+    """The gRPC services for operators and for other routers, and what Prometheus is to scrape.
+
+    A router that shares its process with the workers' supervisor serves them, and so does a
+    controller without a router.
+
+    Args:
+        administrator: carries out operators' calls.
+        discovery: lists the workers for other routers.
+        cluster_name: the value of the label `cluster` of all scrape targets.
+    """
+
+    def __init__(
+        self, administrator: Administrator, discovery: Discovery, cluster_name: str
+    ) -> None:
+        self._administrator = administrator
+        self._discovery = discovery
+        self._targets = ScrapeTargets(cluster_name, discovery)
+        self.pages: Mapping[str, Callable[[str], bytes]] = {"/sd": self._targets.json}
+        """Pages to serve beside metrics, by path; each is made for the address that was asked."""
+
+    async def serve(
+        self,
+        undo: contextlib.AsyncExitStack,
+        address: str,
+        tls: TlsFiles | None,
+        guards: Sequence[grpc.aio.ServerInterceptor],
+        requests_of: Callable[[str], int | None] = lambda incarnation: None,
+    ) -> str:
+        """Listen until `undo`, and return the address with its real port.
+
+        Args:
+            undo: stops it.
+            address: ``host:port`` to listen on.
+            tls: the certificate to show.
+            guards: interceptors that see a call before its message is received.
+            requests_of: counts an incarnation's requests; None: nobody here knows.
+
+        Raises:
+            StartError: it cannot listen there.
+        """
+        server = front_server(_MESSAGE_BYTES, guards)
+        admin = AdminService(self._administrator, requests_of)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        watched = ControllerService(self._discovery, self._targets, self._administrator.state)
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server(watched, server)
+        reflection.enable_server_reflection([_ADMIN, _CONTROLLER, reflection.SERVICE_NAME], server)
+        return await listen(undo, server, address, tls, "admin")

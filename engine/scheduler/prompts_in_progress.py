@@ -1,0 +1,168 @@
+"""The prompts that are being computed, chunk by chunk, on a worker of any role."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvrelay.engine.executor.step import Scheduled, StepOutput
+from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.scheduler.chunks import share_budget
+from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.pacing.chunk_size import count_backlog
+from kvrelay.wire.output import PhaseTimings, SampledToken
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+
+@dataclass(eq=False, slots=True)
+class PromptRun:
+    """The computation of one request's input."""
+
+    token_state: TokenState
+    cached_tokens: int
+    """Prompt tokens that the prefix index, or its session, had."""
+    num_tokens: int
+    """Tokens that it computes in all."""
+    queued: float
+    """Seconds until it had memory."""
+    begun: float = field(default_factory=time.monotonic)
+    num_scored: int = 0
+    """Tokens of the prompt whose log-probabilities were emitted."""
+
+    def timings(self) -> PhaseTimings:
+        """Seconds until now."""
+        return PhaseTimings(
+            queue_seconds=self.queued, prefill_seconds=time.monotonic() - self.begun
+        )
+
+
+class ComputingPrompts(Generic[RequestT]):
+    """Requests whose input is computed. Each holds memory for all of it, and a row.
+
+    Args:
+        context: their memory.
+        publish: give each chunk to the prefix index once its forward has ended well.
+            Otherwise nothing is published before the request is released.
+    """
+
+    def __init__(self, context: SchedulerContext[RequestT], *, publish: bool = True) -> None:
+        self._context = context
+        self._publish = publish
+        self._runs: dict[RequestT, PromptRun] = {}
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[RequestT]:
+        return iter(self._runs)
+
+    @property
+    def tokens_left(self) -> dict[RequestT, int]:
+        """Tokens of each input that are in no step yet."""
+        return {request: _tokens_left(request) for request in self._runs}
+
+    @property
+    def backlog_tokens(self) -> int:
+        """What chunks are a part of, by those inputs that are not in steps as a whole."""
+        unfinished = [
+            (run.num_tokens, left) for one, run in self._runs.items() if (left := _tokens_left(one))
+        ]
+        longest = max([tokens for tokens, _ in unfinished], default=0)
+        return count_backlog(longest, sum([left for _, left in unfinished]))
+
+    @property
+    def completes_one(self) -> bool:
+        """Whether the last chunk of one of them is in a step that has not ended."""
+        return any(not _tokens_left(request) for request in self._runs)
+
+    @property
+    def next_context(self) -> int:
+        """Tokens before the next chunk of the input of which most is computed."""
+        return max([r.held.kv_committed_len for r in self._runs if _tokens_left(r)], default=0)
+
+    def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
+        """Compute a request from now on: open its lease, with a promise of pages for its input.
+
+        What the prefix index has is shared, not computed; nor is what its session has. A turn
+        that goes on with its session's pages publishes nothing, so that it can be rolled back.
+
+        Args:
+            request: has no memory.
+            headroom: pages of each pool that must stay free for others.
+
+        Returns:
+            Whether the memory was there. If not, nothing has changed.
+        """
+        if not self._context.reserve(request, request.reusable_len, headroom):
+            return False
+        self.add(request)
+        return True
+
+    def add(self, request: RequestT) -> None:
+        """Compute from now on what the lease of a request has not committed of its input."""
+        request.progressed_at = time.monotonic()
+        request.kv_written_len = request.held.kv_committed_len
+        token_state = request.make_token_state(request.choices)
+        queued = time.monotonic() - request.received
+        cached = min(request.kv_written_len, len(request.prompt_ids))
+        left = _tokens_left(request)
+        self._runs[request] = PromptRun(token_state, cached, left, queued)
+
+    def remove(self, request: RequestT) -> PromptRun | None:
+        """Compute no more of a request; its memory stays. None if it was not being computed."""
+        return self._runs.pop(request, None)
+
+    def schedule(self, budget: int, *, alone: bool = False) -> list[Scheduled[RequestT]]:
+        """Allocate the pages of the next chunks, which have `budget` tokens at most in all.
+
+        With `alone` of the first of those that are computed alone, else of the others.
+        """
+        left = {one: _tokens_left(one) for one in self._runs if one.alone is alone}
+        unplanned = {request: tokens for request, tokens in left.items() if tokens}
+        if alone and unplanned:
+            first = min(unplanned, key=lambda request: request.turn)
+            unplanned = {first: unplanned[first]}
+        return [
+            self._next_chunk(request, tokens, last=tokens == unplanned[request])
+            for request, tokens in share_budget(unplanned, budget)
+        ]
+
+    def _next_chunk(self, request: RequestT, tokens: int, *, last: bool) -> Scheduled[RequestT]:
+        lease = request.held
+        grown = self._context.kv_cache.grow(lease, lease.kv_committed_len + tokens)
+        assert grown, "a promise was broken"
+        return Scheduled(request, self._runs[request].token_state, tokens, sample=last)
+
+    def process_step_output(self, item: Scheduled[RequestT], output: StepOutput) -> None:
+        """Record that a chunk's KV is written, and emit the log-probabilities of its tokens.
+
+        Publishes it, then frees what a window has passed.
+        """
+        request = item.request
+        request.kv_written_len += item.num_tokens
+        request.progressed_at = time.monotonic()
+        if output.prompt_logprobs:
+            self._emit_scores(request, output.prompt_logprobs)
+        if self._publish and not request.borrowed_len:
+            self._context.publish_settled(request)
+        if not item.sample:
+            self._context.kv_cache.slide(request.held, request.kv_written_len)
+
+    def _emit_scores(self, request: RequestT, scores: Sequence[SampledToken]) -> None:
+        """Chunk by chunk, because those of a long prompt would exceed a message's bound."""
+        run = self._runs[request]
+        self._context.emit(
+            request,
+            choice=request.choices[0],
+            prompt_logprobs=scores,
+            prompt_index=run.num_scored + 1,
+        )
+        run.num_scored += len(scores)
+
+
+def _tokens_left(request: Request) -> int:
+    return request.input_len - request.held.kv_committed_len

@@ -1,0 +1,206 @@
+"""The routers' side of a worker: one stream each, in and out of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import grpc
+
+from kvrelay.engine.scheduler.attempt_trace import begin_trace
+from kvrelay.engine.scheduler.commands import (
+    Attach,
+    Cancel,
+    Command,
+    Detach,
+    FindHistory,
+    ForgetSession,
+    Inspect,
+    Mailbox,
+    TellPrefixes,
+    Watch,
+)
+from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.worker.black_box import posthumous_ends
+from kvrelay.engine.worker.held_submits import HeldSubmits, Prepare
+from kvrelay.engine.worker.load_reports import PacedLink
+from kvrelay.engine.worker.owner_listing import page_owners
+from kvrelay.engine.worker.service_checks import check_incarnation, check_version, first_message
+from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
+from kvrelay.observe.spans import SpanSink
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
+from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
+from kvrelay.wire.page_owners import PageOwners
+from kvrelay.wire.submit import (
+    CancelRequest,
+    ForgetSessionRequest,
+    RequestKey,
+    SubmitRequest,
+    TellPrefixesRequest,
+    WatchRequests,
+)
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves `kvrelay.v1.WorkerService`.
+
+    Args:
+        incarnation: this worker's; a router that means another is refused.
+        inbox: the engine's.
+        rules: what submissions must keep to.
+        killed: the requests of the forward that killed the process before, if one did.
+        prepare: begins to compile what outputs must be; their requests wait for it.
+        spans: takes those of traced requests; None: no request is traced here.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        inbox: Mailbox[Command],
+        rules: SubmitRules,
+        killed: Sequence[RequestKey] = (),
+        prepare: Prepare = lambda _: None,
+        spans: SpanSink | None = None,
+    ) -> None:
+        self._spans = spans
+        self._submits = HeldSubmits(inbox, prepare)
+        self._killed = posthumous_ends(killed)
+        self._incarnation = incarnation
+        self._inbox = inbox
+        self._rules = rules
+        self._links: set[RouterLink] = set()
+
+    def drain(self) -> None:
+        """Let routers submit what waits for its grammar to other workers."""
+        self._submits.drain()
+
+    def close(self) -> None:
+        """End the routers' streams after what is already in them."""
+        for link in self._links:
+            link.close()
+
+    async def Attach(  # noqa: N802 (gRPC's name)
+        self,
+        requests: AsyncIterator[worker_pb2.AttachRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
+        """Serve one router until its stream ends; then its requests end too."""
+        link = await self._greet(requests, context)
+        killed = tuple(one for one in self._killed if one.key.router == link.router)
+        self._inbox.post(Attach(link))
+        self._links.add(link)
+        reader = asyncio.create_task(self._read(requests, link))
+        try:
+            async for step in link:
+                # With the first load: before the router submits anything to this process.
+                first = replace(step, outputs=step.outputs + killed) if killed else step
+                killed = ()
+                yield ENGINE_OUTPUTS.to_message(first.packed())
+        finally:
+            self._links.discard(link)
+            self._submits.forget(link)
+            self._inbox.post(Detach(link))
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def GetPageOwners(  # noqa: N802 (gRPC's name)
+        self, request: worker_pb2.GetPageOwnersRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetPageOwnersResponse:
+        """The owner of each page, as the engine thread sees it between two passes."""
+        told, tell = _told_by_thread(PageOwners)
+        self._inbox.post(Inspect(lambda kv_cache: tell(page_owners(kv_cache))))
+        return PAGE_OWNERS.to_message(await told)
+
+    async def FindHistory(  # noqa: N802 (gRPC's name)
+        self, request: worker_pb2.FindHistoryRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.FindHistoryResponse:
+        """The history of a session that another router had, if it is here."""
+        told, tell = _told_by_thread(array)
+        self._inbox.post(
+            FindHistory(
+                request.owner,
+                request.digest,
+                lambda history: tell(history or array("I")),
+                lambda: not told.cancelled(),
+            )
+        )
+        return worker_pb2.FindHistoryResponse(token_ids=await told)
+
+    async def _greet(
+        self,
+        requests: AsyncIterator[worker_pb2.AttachRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> PacedLink:
+        first = await first_message(requests, context, "command", "hello")
+        await check_incarnation(context, first.hello.incarnation, self._incarnation, self._inbox)
+        await check_version(context, first.hello.router, first.hello.version)
+        return PacedLink(first.hello.router)
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.AttachRequest], link: RouterLink
+    ) -> None:
+        """Feed the engine's inbox; the stream's end, whatever its cause, closes the link."""
+        try:
+            async for message in requests:
+                self.take(message, link)
+        except grpc.RpcError as error:
+            logger.info("router %s went away: %s", link.router, error)
+        finally:
+            link.close()
+
+    def take(self, message: worker_pb2.AttachRequest, link: RouterLink) -> None:
+        """Post what a router commands; refuse a submission that breaks a rule."""
+        try:
+            command = ATTACH_REQUEST.from_message(message).command
+            if isinstance(command, SubmitRequest):
+                trace = begin_trace(self._spans, command.traceparent, self._rules.role, command.key)
+                self._submits.submit(submit_command(command, link, self._rules, trace))
+            elif isinstance(command, CancelRequest):
+                self._submits.cancel(Cancel(command.key._replace(router=link.router)))
+            elif isinstance(command, TellPrefixesRequest):
+                self._inbox.post(TellPrefixes(link))
+            elif isinstance(command, ForgetSessionRequest):
+                self._inbox.post(ForgetSession(link, command.session))
+            elif isinstance(command, WatchRequests):
+                self._inbox.post(Watch(link, command.on))
+            else:
+                logger.warning("router %s sent a second hello", link.router)
+        except ValueError as error:
+            if message.HasField("submit"):
+                _refuse(message.submit, link, str(error))
+            else:
+                logger.warning("router %s: %s", link.router, error)
+
+
+def _told_by_thread(_kind: type[T]) -> tuple[asyncio.Future[T], Callable[[T], object]]:
+    """What another thread is going to tell, and how it does; late words are dropped."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[T] = loop.create_future()
+
+    def take(value: T) -> None:
+        if not told.cancelled():
+            told.set_result(value)
+
+    def tell(value: T) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(take, value)
+
+    return told, tell
+
+
+def _refuse(submit: worker_pb2.SubmitRequest, link: RouterLink, error: str) -> None:
+    """Tell the router that the attempt has failed, by a choice that it asked for."""
+    key = RequestKey(link.router, submit.request_id, submit.attempt, submit.first_choice)
+    end = RequestEnd(EndReason.FAILED, error=error)
+    link.deliver(EngineOutputs((RequestOutput(key, 0, end=end),)))

@@ -1,0 +1,205 @@
+"""What changes the lengths of leases, and with them their pages: grow, commit, slide, trim.
+
+Everything is done for many leases at once: an array has one entry a lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrelay.mem_cache.account import Pages
+from kvrelay.mem_cache.errors import KVCacheError
+from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.leases.lease import Lease, LeaseState, rows_of
+from kvrelay.mem_cache.leases.promises import Promises
+from kvrelay.mem_cache.leases.rows import Ints, Rows, ranges
+from kvrelay.mem_cache.page_allocator import PageAllocator
+from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
+from kvrelay.mem_cache.shape import CacheShape
+
+_OPEN = LeaseState.OPEN.value
+
+
+class _Missing(NamedTuple):
+    """The pages of one pool that growing rows lack; arrays with an entry a row."""
+
+    first: Ints
+    """Where in its table the first of them is to be."""
+    number: Ints
+    promised: Ints
+    """How many of them the row was promised."""
+
+
+class LeaseLengths:
+    """Records the lengths of open leases, and allocates and frees their pages accordingly.
+
+    Args:
+        shape: of the cache.
+        rows: in which lengths and page tables are recorded.
+        allocator: of the pages.
+        promises: out of which leases grow first.
+    """
+
+    def __init__(
+        self, shape: CacheShape, rows: Rows, allocator: PageAllocator, promises: Promises
+    ) -> None:
+        self._shape = shape
+        self._rows = rows
+        self._allocator = allocator
+        self._promises = promises
+
+    def grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
+        """Raise `kv_allocated_len` of every lease to its number of tokens, or of none of them."""
+        rows = self._open_rows(leases, "growth")
+        goals, allocated = _one_each(tokens, leases), self._rows.allocated[rows]
+        has, needs = self._shape.pages_for(allocated), self._shape.pages_for(goals)
+        growing = np.flatnonzero(needs > has)
+        if len(growing):
+            holders = [leases[one].holder for one in growing.tolist()]
+            if not self._append_pages(holders, rows[growing], has[growing], needs[growing]):
+                return False
+        self._rows.allocated[rows] = np.maximum(goals, allocated)
+        return True
+
+    def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
+        """For each pool the pages that growth takes beyond those that were promised."""
+        rows = self._open_rows(leases, "growth")
+        has = self._shape.pages_for(self._rows.allocated[rows])
+        needs = np.maximum(has, self._shape.pages_for(_one_each(tokens, leases)))
+        lacks = [self._find_missing(pool, rows, has, needs) for pool in self._shape.pool_numbers]
+        return [int(lack.number.sum() - lack.promised.sum()) for lack in lacks]
+
+    def commit(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> None:
+        """Raise `kv_committed_len` of every lease to its number of tokens, or of none of them."""
+        rows = self._open_rows(leases, "commit")
+        goals = _one_each(tokens, leases)
+        wrong = (goals < self._rows.committed[rows]) | (goals > self._rows.allocated[rows])
+        for one in np.flatnonzero(wrong).tolist():
+            raise KVCacheError(f"commit of {goals[one]} tokens to {leases[one]!r}")
+        self._rows.committed[rows] = goals
+
+    def slide(self, leases: Sequence[Lease], positions: Sequence[int] | Ints) -> None:
+        """Free the pages of window pools that no token from each lease's position on sees."""
+        for pool, shape in enumerate(self._shape.pools):
+            if shape.window is None:
+                continue
+            rows = self._open_rows(leases, "sliding")
+            behind = self._shape.pages_for(shape.window - 1)
+            frontiers = _one_each(positions, leases) // self._shape.page_size - behind
+            moving = np.flatnonzero(frontiers > self._rows.frontiers[pool, rows])
+            if len(moving):
+                sliding = [leases[one] for one in moving.tolist()]
+                self._advance_frontiers(pool, sliding, rows[moving], frontiers[moving])
+
+    def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence]) -> None:
+        """Lower both lengths to `tokens`, and free the pages beyond once `pending` has passed."""
+        lease.check_open("trimming")
+        if tokens < lease.cache_protected_len:
+            raise KVCacheError(f"trim of {lease!r} to {tokens} tokens")
+        kept, row = self._shape.pages_for(tokens), lease.row
+        tails = self._cut_tables(lease, kept)
+        page_size = self._shape.page_size
+        self._rows.allocated[row] = min(lease.kv_allocated_len, kept * page_size)
+        self._rows.committed[row] = min(lease.kv_committed_len, tokens)
+        self._allocator.free_after(pending, lease.holder, tails)
+        if not pending:
+            for pool, pages in enumerate(tails):
+                self._promises.renew(pool, np.array([row]), np.array([len(pages)]))
+
+    def committed(self, leases: Sequence[Lease]) -> Ints:
+        """The `kv_committed_len` of each lease, a copy."""
+        return self._rows.committed[rows_of(leases)]
+
+    def page_tables(self, leases: Sequence[Lease]) -> tuple[Pages, ...]:
+        """For each pool a copy of the leases' tables, ``[len(leases), most pages of any]``."""
+        rows = rows_of(leases)
+        widest = self._shape.pages_for(int(self._rows.allocated[rows].max()))
+        return tuple(table[rows, :widest] for table in self._rows.page_tables)
+
+    # Inside
+
+    def _open_rows(self, leases: Sequence[Lease], action: str) -> Ints:
+        """The row of each lease; raises `KVCacheError` unless all are open."""
+        rows = rows_of(leases)
+        if np.count_nonzero(self._rows.states[rows] != _OPEN):
+            for lease in leases:
+                lease.check_open(action)
+        return rows
+
+    def _append_pages(self, holders: list[str], rows: Ints, has: Ints, needs: Ints) -> bool:
+        """Raise the pages of each row's tables from `has` to `needs`, in every pool or in none."""
+        if needs.max() > self._rows.row_pages:
+            return False
+        missing = []
+        for pool in self._shape.pool_numbers:
+            lack = self._find_missing(pool, rows, has, needs)
+            if self._promises.unpromised(pool) < lack.number.sum() - lack.promised.sum():
+                return False
+            missing.append(lack)
+        for pool, (first, number, promised) in enumerate(missing):
+            shares = list(zip(holders, number.tolist(), strict=True))
+            pages = self._allocator.allocate(pool, shares)
+            slots = np.repeat(rows, number), ranges(first, number)
+            self._rows.page_tables[pool][slots] = pages
+            self._promises.use(pool, rows, promised)
+        return True
+
+    def _find_missing(self, pool: int, rows: Ints, has: Ints, needs: Ints) -> _Missing:
+        """What rows lack between `has` and `needs` pages: nothing before their frontiers."""
+        first = np.maximum(has, self._rows.frontiers[pool, rows])
+        number = np.maximum(needs - first, 0)
+        promised = np.minimum(number, self._rows.promised_pages[pool, rows])
+        return _Missing(first, number, promised)
+
+    def _advance_frontiers(
+        self, pool: int, leases: Sequence[Lease], rows: Ints, frontiers: Ints
+    ) -> None:
+        """Raise the frontier of each row, and free the pages that its lease owns before it.
+
+        ::
+
+            before ........ protected ........ frontier, or the table's end
+            | the index's,  | the lease's own, |
+            | only unlisted | freed            |
+
+        A lease whose window has passed all that it locks in this pool locks it no longer.
+        """
+        holders = [lease.holder for lease in leases]
+        table = self._rows.page_tables[pool]
+        before = self._rows.frontiers[pool, rows]
+        protected = self._rows.protected[rows] // self._shape.page_size
+        end = np.minimum(frontiers, self._shape.pages_for(self._rows.allocated[rows]))
+        self._rows.frontiers[pool, rows] = frontiers
+        unlisted = np.maximum(np.minimum(protected, end) - before, 0)
+        if np.count_nonzero(unlisted):
+            table[np.repeat(rows, unlisted), ranges(before, unlisted)] = NO_PAGE
+        first = np.maximum(before, protected)
+        freed = np.maximum(end - first, 0)
+        slots = np.repeat(rows, freed), ranges(first, freed)
+        self._allocator.free(pool, list(zip(holders, freed.tolist(), strict=True)), table[slots])
+        table[slots] = NO_PAGE
+        self._promises.renew(pool, rows, freed)
+        for one in np.flatnonzero((before < protected) & (protected <= frontiers)).tolist():
+            lock = leases[one].prefix_lock
+            assert lock is not None, "pages are protected without a lock"
+            leases[one].narrow(self._allocator.unlock_pool(lock, pool))
+
+    def _cut_tables(self, lease: Lease, kept: int) -> list[Pages]:
+        """Take all but the first `kept` pages from a lease's tables; returns them by pool."""
+        tails = []
+        tables = self._rows.page_tables[:, lease.row]
+        for table, first in zip(tables, lease.first_pages, strict=True):
+            tail = slice(max(kept, first), lease.num_pages)
+            tails.append(table[tail].copy())
+            table[tail] = NO_PAGE
+        return tails
+
+
+def _one_each(numbers: Sequence[int] | Ints, leases: Sequence[Lease]) -> Ints:
+    """The numbers as an array; raises `KVCacheError` unless there is one for each lease."""
+    if len(numbers) != len(leases):
+        raise KVCacheError(f"{len(numbers)} numbers for {len(leases)} leases")
+    return np.asarray(numbers, np.int64)

@@ -1,0 +1,96 @@
+"""The leases that have a row: where one begins, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.leases.lease import Lease, LeaseState
+from kvrelay.mem_cache.leases.promises import Promises
+from kvrelay.mem_cache.leases.rows import Rows
+from kvrelay.mem_cache.page_allocator import PageAllocator
+from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
+from kvrelay.mem_cache.shape import CacheShape
+
+
+class LeaseTable:
+    """All leases that were begun and have not ended.
+
+    Args:
+        shape: of the cache.
+        rows: from which a lease takes one.
+        allocator: of the pages.
+        promises: given with a lease, and withdrawn when it is closed.
+    """
+
+    def __init__(
+        self, shape: CacheShape, rows: Rows, allocator: PageAllocator, promises: Promises
+    ) -> None:
+        self._shape = shape
+        self._rows = rows
+        self._allocator = allocator
+        self._promises = promises
+        self._by_row: dict[int, Lease] = {}
+
+    @property
+    def by_row(self) -> Mapping[int, Lease]:
+        """Every lease, by the row that it has."""
+        return self._by_row
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many leases could begin."""
+        return len(self._rows.free_rows)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens that a row's tables can hold."""
+        return self._rows.row_pages * self._shape.page_size
+
+    @property
+    def max_lease_tokens(self) -> int:
+        """The most tokens that one lease could ever hold: of a row, and of every pool."""
+        shape, row = self._shape, self.max_row_tokens
+        short = [
+            pool.total_pages * shape.page_size
+            for number, pool in enumerate(shape.pools)
+            if shape.most_pages(number, row) > pool.total_pages
+        ]
+        return min([row, *short])
+
+    def begin_lease(
+        self,
+        holder: str,
+        namespace: str,
+        promised_tokens: int,
+        promised_pages: Sequence[int],
+        lock: PrefixLock | None,
+    ) -> Lease:
+        """A new lease on a free row, with what `lock` locks; there must be a row and the pages."""
+        rows, row = self._rows, self._rows.free_rows.pop()
+        lease = Lease(holder, row, rows, self._shape, namespace)
+        self._by_row[row] = lease
+        rows.states[row] = LeaseState.OPEN
+        self._promises.give(row, promised_tokens, promised_pages)
+        if lock is not None:
+            lease.adopt(lock)
+            lease.found_len = lease.cache_protected_len
+            rows.committed[row] = rows.allocated[row] = rows.protected[row]
+        return lease
+
+    def close_lease(self, lease: Lease) -> None:
+        """Decide a lease's end: from now on it cannot grow. Idempotent."""
+        if lease.state is LeaseState.CLOSED:
+            return
+        if lease.state is LeaseState.SAVED:
+            self._allocator.move_from_session(lease)
+        lease.move_to(LeaseState.CLOSED)
+        self._promises.withdraw(lease.row)
+
+    def end_lease(self, lease: Lease, pending: Sequence[Fence]) -> None:
+        """Free all pages of a closed lease, its lock and its row once `pending` has passed."""
+        lease.move_to(LeaseState.RELEASED)
+        owned = [lease.own_pages(pool) for pool in self._shape.pool_numbers]
+        row = lease.leave_row()
+        del self._by_row[row]
+        self._allocator.free_after(pending, lease.holder, owned, row=row, lock=lease.prefix_lock)

@@ -1,0 +1,104 @@
+"""What leases were promised: pages that they may yet take, and that nobody else is admitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrelay.mem_cache.leases.rows import Ints, Rows
+from kvrelay.mem_cache.page_allocator import PageAllocator
+from kvrelay.mem_cache.shape import CacheShape
+
+
+class Promises:
+    """The promised pages of all leases, and how many pages are left for others.
+
+    A promise is made for a number of tokens, and kept as a number of pages of
+    each pool. The pages stay among those that are free or evictable until the
+    lease takes them.
+
+    Args:
+        shape: of the cache.
+        rows: in which each lease's own promise is recorded.
+        allocator: knows which pages are available.
+    """
+
+    def __init__(self, shape: CacheShape, rows: Rows, allocator: PageAllocator) -> None:
+        self.totals = [0] * len(shape.pools)
+        """For each pool the pages that were promised and not yet taken."""
+        self._shape = shape
+        self._rows = rows
+        self._allocator = allocator
+        self._room = self._count_room()
+        self._room_version = 0
+
+    # How much is left
+
+    def unpromised(self, pool: int) -> int:
+        """Pages that can be had, free or by eviction, without breaking a promise."""
+        return self._allocator.available(pool) - self.totals[pool]
+
+    def has_room(self, pages: Sequence[int], headroom: Sequence[int] | None = None) -> bool:
+        """Whether `pages` of each pool are unpromised, and `headroom` pages besides."""
+        spare = headroom or [0] * len(self.totals)
+        return all(self.unpromised(pool) >= n + spare[pool] for pool, n in enumerate(pages))
+
+    @property
+    def room_version(self) -> int:
+        """Higher than before if what admission depends on became more since it was last asked for.
+
+        That is: rows, sessions that are idle and can be ended, unpromised pages of any pool, and
+        what the prefix index was given.
+        """
+        room = self._count_room()
+        self._room_version += any(map(int.__gt__, room, self._room))
+        self._room = room
+        return self._room_version
+
+    def _count_room(self) -> tuple[int, ...]:
+        pages = [self.unpromised(pool) for pool in self._shape.pool_numbers]
+        rows = len(self._rows.free_rows), self._allocator.session_rows
+        return (*rows, self._allocator.times_published, *pages)
+
+    # What a lease needs
+
+    def pages_needed(self, tokens: int, known_pages: int) -> list[int]:
+        """Pages of each pool that a lease of `tokens` may yet take, if it has the first ones."""
+        missing = self._shape.pages_for(tokens) - known_pages
+        most = self._shape.most_pages
+        return [min(missing, most(pool, tokens)) for pool in self._shape.pool_numbers]
+
+    # Changing a lease's promise
+
+    def give(self, row: int, tokens: int, pages: Sequence[int]) -> None:
+        """Promise a row `tokens` tokens, and for them so many pages of each pool."""
+        self._rows.promised_tokens[row] = tokens
+        self.raise_by(row, pages)
+
+    def raise_by(self, row: int, pages: Sequence[int]) -> None:
+        """Promise a row so many further pages of each pool."""
+        self._rows.promised_pages[:, row] += np.asarray(pages)
+        for pool, number in enumerate(pages):
+            self.totals[pool] += number
+
+    def use(self, pool: int, rows: Ints, pages: Ints) -> None:
+        """Record that each row has taken so many of the pages that it was promised."""
+        self._rows.promised_pages[pool, rows] -= pages
+        self.totals[pool] -= int(pages.sum())
+
+    def renew(self, pool: int, rows: Ints, freed: Ints) -> None:
+        """Promise each row the pages that it has just freed, as far as its lease may still grow."""
+        promised = self._rows.promised_pages[pool]
+        most = self._shape.pages_for(self._rows.promised_tokens[rows])
+        to_come = most - self._shape.pages_for(self._rows.allocated[rows]) - promised[rows]
+        renewed = np.maximum(np.minimum(freed, to_come), 0)
+        promised[rows] += renewed
+        self.totals[pool] += int(renewed.sum())
+
+    def withdraw(self, row: int) -> None:
+        """Promise a row nothing any more: its lease will not grow."""
+        for pool, pages in enumerate(self._rows.promised_pages[:, row].tolist()):
+            self.totals[pool] -= pages
+        self._rows.promised_pages[:, row] = 0
+        self._rows.promised_tokens[row] = 0

@@ -1,0 +1,278 @@
+"""What leases give to the prefix index, and how the choices of one request share pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrelay.mem_cache.errors import KVCacheError
+from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.leases.lease import Lease, LeaseState
+from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
+from kvrelay.mem_cache.leases.lease_table import LeaseTable
+from kvrelay.mem_cache.leases.promises import Promises
+from kvrelay.mem_cache.page_allocator import PageAllocator
+from kvrelay.mem_cache.prefix.prefix_index import (
+    NO_PAGE,
+    Inserted,
+    PrefixIndex,
+    PrefixLock,
+    TokenIds,
+)
+from kvrelay.mem_cache.shape import CacheShape
+
+
+class PageCopy(NamedTuple):
+    """A page that a forward copies before it writes anything."""
+
+    pool: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """The leases of a request's other choices."""
+
+    leases: tuple[Lease, ...]
+    copies: tuple[PageCopy, ...]
+    """Of the prefix's unaligned last page, for each lease and pool; none if it is aligned."""
+
+
+class PrefixSharing:
+    """Moves pages of leases to the prefix index, where others find or share them.
+
+    Args:
+        shape: of the cache.
+        index: the prefix index.
+        allocator: of the pages.
+        promises: what a lease may still take.
+        leases: all of them.
+        lengths: of all of them.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        index: PrefixIndex,
+        allocator: PageAllocator,
+        promises: Promises,
+        leases: LeaseTable,
+        lengths: LeaseLengths,
+    ) -> None:
+        self._shape = shape
+        self._index = index
+        self._allocator = allocator
+        self._promises = promises
+        self._leases = leases
+        self._lengths = lengths
+
+    def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> None:
+        """Give the whole pages of committed `token_ids` to the prefix index.
+
+        If that would break another lease's promise, nothing is done.
+        """
+        if lease.state is not LeaseState.CLOSED:
+            lease.check_open("publishing")
+        page_size = self._shape.page_size
+        whole = min(lease.kv_committed_len, len(token_ids)) // page_size
+        if whole > lease.num_protected_pages:
+            self._move_to_index(lease, token_ids[: whole * page_size], pending)
+
+    def publish_settled(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> bool:
+        """Give the whole pages of written `token_ids` to the prefix index; the lease goes on.
+
+        See `KVCacheManager.publish_settled`.
+        """
+        lease.check_open("publishing")
+        page_size = self._shape.page_size
+        whole = min(lease.kv_committed_len, len(token_ids)) // page_size
+        if whole <= lease.num_protected_pages:
+            return False
+        tokens = token_ids[: whole * page_size]
+        return self._move_to_index(lease, tokens, pending, only_new=True)
+
+    def fork(
+        self,
+        lease: Lease,
+        holders: Sequence[str],
+        token_ids: TokenIds,
+        promised_tokens: int,
+        copied: Fence,
+        pending: Sequence[Fence],
+    ) -> Fork | None:
+        """Begin a lease for each of `holders` with the pages that `lease` has committed.
+
+        See `KVCacheManager.fork` for the arguments.
+        """
+        length, number = len(token_ids), len(holders)
+        self._check_fork(lease, length, promised_tokens)
+        if self._leases.num_free_rows < number:
+            return None
+        whole = length // self._shape.page_size
+        needed = self._promises.pages_needed(promised_tokens, whole)
+        headroom = [number * pages for pages in needed]
+        shared = token_ids[: whole * self._shape.page_size]
+        if not self._move_to_index(lease, shared, pending, headroom=headroom, share=True):
+            return None
+        children = []
+        for holder in holders:
+            lock = lease.prefix_lock
+            if lock is not None:
+                self._index.lock_again(lock)
+            child = self._leases.begin_lease(holder, lease.namespace, promised_tokens, needed, lock)
+            children.append(child)
+        grown = self._lengths.grow(children, [length] * number)
+        assert grown, "what was promised is not there"
+        self._lengths.commit(children, [length] * number)
+        if length % self._shape.page_size == 0:
+            return Fork(tuple(children), ())
+        for one in (lease, *children):
+            one.add_fence(copied)
+        return Fork(tuple(children), self._copies(lease, children, whole))
+
+    def _check_fork(self, lease: Lease, length: int, promised_tokens: int) -> None:
+        """Raise `KVCacheError` if a lease cannot be forked after `length` tokens."""
+        lease.check_open("forking")
+        if length != lease.kv_committed_len or not lease.can_go_back(length):
+            raise KVCacheError(f"fork of {lease!r} after {length} tokens")
+        if not length <= promised_tokens <= self._leases.max_row_tokens:
+            raise KVCacheError(f"fork of {lease!r} with a promise of {promised_tokens} tokens")
+
+    def _copies(self, lease: Lease, children: Sequence[Lease], page: int) -> tuple[PageCopy, ...]:
+        """The copies of `page` of a lease's tables to those of its children."""
+        return tuple(
+            PageCopy(pool, int(lease.pages(pool)[page]), int(child.pages(pool)[page]))
+            for child in children
+            for pool in self._shape.pool_numbers
+        )
+
+    # From a lease to the index
+
+    def _move_to_index(
+        self,
+        lease: Lease,
+        tokens: TokenIds,
+        pending: Sequence[Fence],
+        *,
+        headroom: Sequence[int] | None = None,
+        share: bool = False,
+        only_new: bool = False,
+    ) -> bool:
+        """Give the pages of `tokens` to the prefix index, and lock them there for the lease.
+
+        Args:
+            lease: that has them.
+            tokens: of whole pages; their KV is written, or will be when `pending` has passed.
+            pending: what still reads or writes the pages.
+            headroom: pages of each pool that must be unpromised afterwards.
+            share: with others who have no other way to the pages.
+            only_new: do nothing if the index has a copy of any of the pages that the lease owns.
+
+        Returns:
+            Whether it was done; nothing has changed if not.
+        """
+        num_pages = len(tokens) // self._shape.page_size
+        if num_pages <= lease.num_protected_pages:
+            return self._promises.has_room([0] * len(self._shape.pools), headroom)
+        # Held while the room is counted: what the index has of these tokens cannot be evicted
+        # once the lease locks it, so others may not be promised it.
+        known = self._index.hold(tokens, lease.namespace)
+        further = self._further_promise(lease, num_pages)
+        inserted = None
+        may = self._may_insert(lease, known, only_new)
+        if may and self._has_room(lease, num_pages, known, further, pending, headroom):
+            inserted = self._insert(lease, num_pages, tokens, share)
+        if inserted is not None:
+            self._replace_pages(lease, num_pages, inserted, further, pending)
+        self._allocator.unlock(known)
+        return inserted is not None
+
+    def _may_insert(self, lease: Lease, known: PrefixLock, only_new: bool) -> bool:
+        """Whether a lease's pages can continue `known`, which is what the index has of them."""
+        lock, protected = lease.prefix_lock, lease.num_protected_pages
+        if lock is not None and not self._index.finds(lock):
+            return False  # it was forgotten, and what continues it may be as wrong
+        return not only_new or known.num_pages <= protected
+
+    def _further_promise(self, lease: Lease, num_pages: int) -> list[int]:
+        """For each pool the pages that a lease must be promised besides.
+
+        The pages of a window pool come back to a lease as the window moves on.
+        The first `num_pages`, which the index gets, will not come back to it.
+        """
+        further = []
+        to_come = self._shape.pages_for(lease.promised_tokens) - lease.num_pages
+        for pool, promised in enumerate(lease.promised_pages):
+            own = lease.num_pages - max(num_pages, lease.first_pages[pool])
+            most = self._shape.most_pages(pool, lease.promised_tokens) - own
+            further.append(max(0, min(to_come, most) - promised))
+        return further
+
+    def _has_room(
+        self,
+        lease: Lease,
+        num_pages: int,
+        known: PrefixLock,
+        further: Sequence[int],
+        pending: Sequence[Fence],
+        headroom: Sequence[int] | None,
+    ) -> bool:
+        """Whether everybody's promise can be kept while the lease locks what the index gets."""
+        needed = list(further)
+        if not pending:
+            for pool in self._shape.pool_numbers:
+                needed[pool] -= self._freed_at_once(lease, num_pages, pool, known)
+        return self._promises.has_room(needed, headroom)
+
+    def _freed_at_once(self, lease: Lease, num_pages: int, pool: int, known: PrefixLock) -> int:
+        """Pages of the lease that become free or evictable if the index gets `num_pages` of it.
+
+        They are those that a continuation will not see, which nobody locks, and
+        of the others the duplicates of what the index has, which is `known`.
+        """
+        end = num_pages * self._shape.page_size
+        first_seen = min(self._shape.first_page_seen(pool, end), num_pages - 1)
+        first_owned = max(lease.num_protected_pages, lease.first_pages[pool])
+        unseen = max(0, first_seen - first_owned)
+        duplicates = known.pages[pool][first_owned + unseen :] != NO_PAGE
+        return unseen + int(np.count_nonzero(duplicates))
+
+    def _insert(
+        self, lease: Lease, num_pages: int, tokens: TokenIds, share: bool
+    ) -> Inserted | None:
+        """Offer a lease's first pages to the index; `None` if it does not lock all of them."""
+        offered = [lease.pages(pool)[:num_pages] for pool in self._shape.pool_numbers]
+        insert = self._index.share if share else self._index.insert
+        inserted = insert(tokens, offered, lease.namespace)
+        if inserted.lock.num_pages == num_pages:
+            return inserted
+        assert not any(map(len, inserted.taken)), "the index took what it does not lock"
+        self._allocator.unlock(inserted.lock)
+        return None
+
+    def _replace_pages(
+        self,
+        lease: Lease,
+        num_pages: int,
+        inserted: Inserted,
+        further: Sequence[int],
+        pending: Sequence[Fence],
+    ) -> None:
+        """Let a lease read its first pages from the index, and free its duplicates of them.
+
+        The lock that it had on the index before is ended with the duplicates:
+        what is still read must not be evicted either.
+        """
+        duplicates = []
+        for pool, taken in enumerate(inserted.taken):
+            own = lease.pages(pool)[lease.num_protected_pages : num_pages]
+            duplicates.append(own[(own != NO_PAGE) & ~np.isin(own, taken)])
+        self._allocator.cache_counts.duplicate_pages += sum(map(len, duplicates))
+        self._allocator.move_to_index(lease.holder, inserted.taken)
+        lock_before = lease.adopt(inserted.lock)
+        self._promises.raise_by(lease.row, further)
+        self._allocator.free_after(pending, lease.holder, duplicates, lock=lock_before)

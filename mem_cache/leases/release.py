@@ -1,0 +1,74 @@
+"""The single exit: every request's memory leaves through `release_kv_cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.kv_cache_manager import NO_TOKENS, KVCacheManager
+from kvrelay.mem_cache.leases.lease import Lease, LeaseState
+from kvrelay.mem_cache.prefix.prefix_index import TokenIds
+
+
+class Outcome(StrEnum):
+    """Why a request's memory is released: a metric's label, and what is worth keeping."""
+
+    FINISHED = "finished"
+    """It generated all that it will; its written pages are published."""
+    HANDED_OVER = "handed_over"
+    """The decode side has the pages; the prefill side publishes its own."""
+    RETRACTED = "retracted"
+    """It makes room for others and will be computed again; its written pages are published:
+    it may find them again, or they may be evicted."""
+    ABORTED = "aborted"
+    """Cancelled, or ended by a peer; nothing further is published."""
+    FAILED = "failed"
+    """A forward of it has failed: its KV may be wrong, so what it has published is forgotten."""
+    SAVED = "saved"
+    """Its session keeps the memory for the next turn; nothing is freed."""
+
+
+_PUBLISHED = frozenset({Outcome.FINISHED, Outcome.HANDED_OVER, Outcome.RETRACTED})
+
+
+def release_kv_cache(
+    kv_cache: KVCacheManager,
+    lease: Lease,
+    outcome: Outcome,
+    *,
+    token_ids: TokenIds = NO_TOKENS,
+    fences: Iterable[Fence] = (),
+) -> bool:
+    """Free everything that `lease` holds. Idempotent.
+
+    Publishes the whole pages of ``min(kv_committed_len, len(token_ids))``
+    tokens if `outcome` says so, frees duplicates, the unaligned tail and the
+    over-allocation, unlocks the prefix and frees the row last. What `fences`
+    still protect goes to quarantine, from where `KVCacheManager.reclaim` frees
+    it; a published prefix stays locked until then. It reads the recorded
+    lengths and infers none.
+
+    Args:
+        kv_cache: the manager that opened `lease`.
+        lease: what to release; closed by this call, but for `SAVED`.
+        outcome: why.
+        token_ids: the tokens whose KV is written, by forwards and transfers that have ended.
+        fences: forwards and transfers that may still read or write the pages.
+
+    Returns:
+        Whether there was anything to release.
+    """
+    if lease.state is LeaseState.RELEASED:
+        return False
+    pending = [fence for fence in fences if not fence.passed()]
+    if outcome is Outcome.SAVED:
+        kv_cache.sessions.save(lease, pending)
+        return True
+    kv_cache.close(lease)
+    if outcome in _PUBLISHED:
+        kv_cache.publish(lease, token_ids, pending)
+    elif outcome is Outcome.FAILED:
+        kv_cache.forget(lease, token_ids)
+    kv_cache.free_lease(lease, pending)
+    return True

@@ -1,0 +1,81 @@
+"""What each row of the page tables holds: a lease's lengths, promises and pages, as arrays.
+
+The row of a request is what SGLang calls `req_to_token`: an array for all
+requests, so that a step of many of them is a few numpy operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.mem_cache.account import Pages
+from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
+
+Ints = npt.NDArray[np.signedinteger[Any]]
+"""One number a lease."""
+
+
+class Rows:
+    """The lengths, promises and page tables of all leases, and the rows that are free.
+
+    The last entry of each array, which -1 indexes, is nobody's and stays 0: a
+    lease that was released has row -1, and so its lengths are 0.
+
+    Args:
+        pools: how many.
+        total: rows.
+        row_pages: pages of each pool that a row can have.
+    """
+
+    def __init__(self, pools: int, total: int, row_pages: int) -> None:
+        self.total = total
+        self.row_pages = row_pages
+        self.times_cleared = 0
+        """How often a row was taken from its lease."""
+        self.free_rows = list(range(total))[::-1]
+        """Rows that no lease has; the last is handed out next."""
+        self.states = np.zeros(total + 1, np.uint8)
+        """``[rows]`` of `lease.LeaseState`."""
+        self.committed = np.zeros(total + 1, np.int64)
+        self.allocated = np.zeros(total + 1, np.int64)
+        self.protected = np.zeros(total + 1, np.int64)
+        self.promised_tokens = np.zeros(total + 1, np.int64)
+        self.promised_pages = np.zeros((pools, total + 1), np.int64)
+        """``[pools, rows]`` pages that were promised and not yet taken."""
+        self.frontiers = np.zeros((pools, total + 1), np.int64)
+        """``[pools, rows]`` the first page of each table that has not left the window."""
+        self.page_tables = np.full((pools, total + 1, row_pages), NO_PAGE, np.int32)
+
+    def put_prefix(self, row: int, pages: Sequence[Pages], tokens: int) -> None:
+        """Begin a row's tables with the pages of `tokens` tokens that the prefix index owns.
+
+        Args:
+            row: of the lease that has locked them.
+            pages: for each pool; `NO_PAGE` where its window has passed.
+            tokens: whole pages of them.
+        """
+        for pool, known in enumerate(pages):
+            self.page_tables[pool, row, : len(known)] = known
+            present = np.flatnonzero(known != NO_PAGE)
+            first = int(present[0]) if len(present) else 0
+            self.frontiers[pool, row] = max(self.frontiers[pool, row], first)
+        self.protected[row] = tokens
+
+    def clear(self, row: int) -> None:
+        """Forget a row's lengths and tables; what running forwards read is their own snapshot."""
+        for lengths in (self.committed, self.allocated, self.protected, self.promised_tokens):
+            lengths[row] = 0
+        self.times_cleared += 1
+        self.states[row] = 0
+        self.promised_pages[:, row] = self.frontiers[:, row] = 0
+        self.page_tables[:, row] = NO_PAGE
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """``[starts[0], starts[0] + lengths[0])`` and so on, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])

@@ -1,0 +1,81 @@
+"""Channels and servers for the connections between a cluster's processes, and to clients."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Sequence
+
+import grpc
+
+from kvrelay.net.channel_options import MAX_MESSAGE_BYTES, channel_options, server_options
+from kvrelay.net.tls import CurrentTls, TlsFiles
+from kvrelay.net.wakeups import join_wakeups
+
+
+def worker_channel(
+    address: str,
+    credentials: CurrentTls | None,
+    most_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
+    """A channel to a worker, with the certificates of this moment; without credentials, plain text.
+
+    Args:
+        address: host:port.
+        credentials: from `worker_credentials`.
+        most_bytes: the largest message, each way.
+    """
+    join_wakeups(asyncio.get_running_loop())
+    options = channel_options(most_bytes)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(
+        address, credentials.channel_credentials(), [*options, *credentials.channel_options]
+    )
+
+
+def worker_credentials(files: TlsFiles | None) -> CurrentTls | None:
+    """Credentials for `worker_channel`, read from the files; None without files."""
+    return None if files is None else CurrentTls(files)
+
+
+def worker_server() -> grpc.aio.Server:
+    """A worker's server, without a listener yet."""
+    join_wakeups(asyncio.get_running_loop())
+    return grpc.aio.server(options=server_options(MAX_MESSAGE_BYTES, internal=True))
+
+
+def front_server(
+    most_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor]
+) -> grpc.aio.Server:
+    """A router's server for clients, without a listener yet.
+
+    It takes as many connections as the process may open files, so that limit is raised to what
+    the system allows.
+
+    Args:
+        most_bytes: the largest message.
+        interceptors: called before a call's message is received.
+    """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    join_wakeups(asyncio.get_running_loop())
+    options = server_options(most_bytes, internal=False)
+    return grpc.aio.server(options=options, interceptors=interceptors)
+
+
+def bind(server: grpc.aio.Server, address: str, files: TlsFiles | None) -> int:
+    """Open a listener; return its port. With files, it uses TLS and follows their changes.
+
+    Raises:
+        OSError: the port is in use, or a file cannot be read.
+    """
+    tls = None if files is None else CurrentTls(files)
+    try:
+        if tls is None:
+            port: int = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.server_credentials())
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: is the port in use?") from error
+    return port

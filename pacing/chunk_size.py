@@ -1,0 +1,110 @@
+"""The size of a chunk: how many tokens of a prompt a step computes beside requests that generate.
+
+Engines cut their prompts by it, and routers estimate with it when a prompt will be computed.
+A small chunk keeps the pace of the running batch (ITL), a large one ends the prompt sooner (TTFT).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Final
+
+from kvrelay.wire.speeds import StepSpeeds, StepWork
+
+_LEAST_TOKENS: Final = 16
+"""Tokens of a prompt that any step may compute, so that prompts end."""
+_UNMEASURED_TOKENS: Final = 64
+"""Prompt tokens beside rows until steps with prompts were measured, which takes a few steps."""
+_IDLE_STEPS: Final = 2.5
+"""A step with prompts may take as long as this many steps of one request alone."""
+_OWN_STEPS: Final = 1.5
+"""It may also take as long as this many steps of its batch without prompts: beside a large batch
+prompts would starve otherwise."""
+_BACKLOG_STEPS: Final = 6
+"""Steps that share a backlog beside a batch, so that the batch keeps its pace."""
+_MOST_IDLE_STEPS: Final = 16
+"""A backlog makes no step longer than this many steps of one request alone."""
+_BACKLOG_ROWS: Final = 6
+"""Below this many rows a worker computes its own prompts in fewer steps, by the square of the rows.
+A long step then delays few requests, and a prompt pays for fewer steps of the batch."""
+_MANY_ROWS: Final = 12
+"""From this many rows on such a worker does not spread a backlog: the batch itself costs so much
+that short chunks cannot keep up, and each prompt would wait for seconds."""
+_MANY_OWN_STEPS: Final = 6
+"""Such a step may take as long as this many steps of its batch without prompts."""
+_MOST_OWN_IDLE_STEPS: Final = 24
+"""Such a step takes no longer than this many steps of one request alone."""
+
+
+def choose_chunk_tokens(
+    speeds: StepSpeeds,
+    rows: StepWork,
+    context: int,
+    most: int,
+    backlog_tokens: int,
+    itl_target: float | None = None,
+    *,
+    own_prompts: bool = False,
+) -> int:
+    """Choose the most tokens of a prompt that a step computes while its rows keep their pace.
+
+    The result is at least 16 (`most`, if that is less), and at most 64 while steps with prompts
+    were not measured.
+
+    Args:
+        speeds: what steps cost on the worker.
+        rows: what the step computes beside the prompt.
+        context: tokens of the prompt whose KV is there.
+        most: tokens of the prompt that the step may compute at all.
+        backlog_tokens: tokens of all prompts, as `count_backlog` counts them.
+        itl_target: seconds that the step may take; None: they follow from the speeds, the rows
+            and the backlog.
+        own_prompts: no other worker computes these prompts. Without an `itl_target` the backlog
+            then takes fewer steps, beside few rows and beside many.
+    """
+    if not speeds.prompts_known:
+        return min(_UNMEASURED_TOKENS, most)
+    bound = itl_target or _bound_seconds(speeds, rows, context, backlog_tokens, own_prompts)
+    keeps, breaks = min(_LEAST_TOKENS, most), most + 1
+    while breaks - keeps > 1:
+        tokens = (keeps + breaks) // 2
+        if _seconds_beside(speeds, rows, tokens, context) <= bound:
+            keeps = tokens
+        else:
+            breaks = tokens
+    return keeps
+
+
+def _bound_seconds(
+    speeds: StepSpeeds, rows: StepWork, context: int, backlog_tokens: int, own_prompts: bool
+) -> float:
+    """Bound the seconds of a step with prompts, where the user has set no target."""
+    idle, own = speeds.step_seconds(1), speeds.seconds_of(rows)
+    steps = float(_BACKLOG_STEPS)
+    if own_prompts:
+        steps = max(steps * min(rows.rows / _BACKLOG_ROWS, 1) ** 2, 1)
+    part = _seconds_beside(speeds, rows, math.ceil(backlog_tokens / steps), context)
+    bound = max(_IDLE_STEPS * idle, _OWN_STEPS * own, min(part, _MOST_IDLE_STEPS * idle))
+    if own_prompts and rows.rows >= _MANY_ROWS:
+        bound = max(bound, min(_MANY_OWN_STEPS * own, _MOST_OWN_IDLE_STEPS * idle))
+    return bound
+
+
+def _seconds_beside(speeds: StepSpeeds, rows: StepWork, tokens: int, context: int) -> float:
+    """Expect the seconds of a step with `tokens` of a prompt, behind `context`, beside the rows."""
+    chunk = StepWork.of_prompt(tokens, context)
+    return speeds.seconds_of(replace(chunk, rows=rows.rows, row_pairs=rows.row_pairs))
+
+
+def count_backlog(longest_tokens: int, tokens_left: int) -> int:
+    """Count the prompt tokens that the chunks beside rows are shares of.
+
+    The longest prompt counts as a whole until it ends, so that its chunks do not shrink; and a
+    third of what is left of all prompts, so that many prompts are computed in larger chunks.
+
+    Args:
+        longest_tokens: length of the longest unfinished prompt, computed tokens included.
+        tokens_left: tokens of all prompts that are not computed yet.
+    """
+    return max(longest_tokens, tokens_left // 3)

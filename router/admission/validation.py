@@ -1,0 +1,185 @@
+"""Validation of a client's message, and the request for workers made from it.
+
+Nothing is allocated for a request before it has passed here. The module `sampling_params` checks
+its sampling parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.router.admission.prompt_input import Encode, Prompt, prompt_of
+from kvrelay.router.admission.sampling_params import (
+    check_sampling_params,
+    check_token_ids,
+    read_sampling_params,
+)
+from kvrelay.router.admission.seeds import Seeds
+from kvrelay.router.callers import ANYBODY, Caller, Right
+from kvrelay.router.errors import InvalidField, NotPermitted, UnknownModel
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.placement.known_prefixes import NO_MARKS, PromptMarks
+from kvrelay.router.placement.limits import RequestLimits
+from kvrelay.router.sessions import Turn
+from kvrelay.v1 import inference_pb2
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_CACHE_SALT_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Validator:
+    """A validator of requests for one model.
+
+    Args:
+        model_name: the model's name for clients; a request that names no model is for it, too.
+        encode: tokenizes a prompt, with the tokenizer's special tokens.
+        default_max_tokens: the `max_tokens` of a request that sets none; less where less fits.
+        seeds: draws the seeds of requests that set none.
+        marks_of: computes the marks of a prompt in a namespace; for any thread.
+    """
+
+    model_name: str
+    encode: Encode
+    default_max_tokens: int
+    seeds: Seeds
+    marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: NO_MARKS
+
+    def check(
+        self,
+        message: inference_pb2.GenerateRequest,
+        limits: RequestLimits,
+        caller: Caller = ANYBODY,
+        prompt: Prompt | None = None,
+    ) -> None:
+        """Check all that is quick: everything that does not depend on the prompt's tokens.
+
+        Args:
+            message: the client's message; it has no prompt if `prompt` is given.
+            limits: the workers' limits.
+            caller: the client that sends it.
+            prompt: the prompt; None: it is in the message.
+
+        Raises:
+            InvalidField: a field cannot be served as it is; the error names it.
+            NotPermitted: the caller may not set a field so; the error names it.
+        """
+        self._check_envelope(message)
+        if message.priority < 0 and not caller.may(Right.PRIORITIES):
+            raise NotPermitted("priority", caller, Right.PRIORITIES)
+        check_sampling_params(message.sampling_params, limits.vocab_size)
+        prompt = prompt or prompt_of(message, self.encode)
+        if prompt.num_tokens is not None:
+            limits.check_prompt(prompt.field, prompt.num_tokens)
+
+    def validate(
+        self,
+        message: inference_pb2.GenerateRequest,
+        limits: RequestLimits,
+        caller: Caller = ANYBODY,
+        prompt: Prompt | None = None,
+        turn: Turn | None = None,
+        cache_salt: str | None = None,
+    ) -> GenerationRequest:
+        """Make the request with every field concrete; safe to call from any thread.
+
+        The arguments are those of `check`, and for a session's request its turn and the session's
+        cache salt. If `cache_salt` is None, the message's is used.
+
+        Raises:
+            InvalidField: a field cannot be served as it is; the error names it.
+            NotPermitted: the caller may not set a field so; the error names it.
+        """
+        prompt = prompt or prompt_of(message, self.encode)
+        self.check(message, limits, caller, prompt)
+        params = message.sampling_params
+        input_ids = _input_ids(prompt, limits)
+        max_tokens = self._max_tokens(params, prompt.field, len(input_ids), limits)
+        _check_queueable(prompt.field, len(input_ids), caller)
+        namespace = caller.namespace(message.cache_salt if cache_salt is None else cache_salt)
+        request_id = message.request_id or uuid.uuid4().hex
+        seed = self.seeds.draw(caller.name, request_id)
+        return GenerationRequest(
+            request_id=request_id,
+            fingerprint=fingerprint(message),
+            input_ids=input_ids,
+            params=read_sampling_params(params, max_tokens, seed),
+            priority=message.priority,
+            caller=caller,
+            namespace=namespace,
+            marks=self.marks_of(input_ids, namespace),
+            turn=turn,
+        )
+
+    def _check_envelope(self, message: inference_pb2.GenerateRequest) -> None:
+        """Check the request id, the salt and the model."""
+        _check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
+        _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
+        if message.model not in ("", self.model_name):
+            raise UnknownModel(self.model_name, message.model)
+
+    def _max_tokens(
+        self,
+        params: inference_pb2.SamplingParams,
+        prompt_field: str,
+        prompt_tokens: int,
+        limits: RequestLimits,
+    ) -> int:
+        """The client's `max_tokens`, or the default, cut to the room after the prompt."""
+        limits.check_prompt(prompt_field, prompt_tokens)
+        room = limits.most_tokens - prompt_tokens
+        if not params.HasField("max_tokens"):
+            max_tokens = min(self.default_max_tokens, room)
+        elif params.max_tokens < 1:
+            raise InvalidField("max_tokens", "must be at least 1, got 0")
+        else:
+            max_tokens = params.max_tokens
+            _check_total(prompt_tokens, max_tokens, limits)
+        if params.min_tokens > max_tokens:
+            raise InvalidField(
+                "min_tokens", f"must be at most max_tokens, {max_tokens}, got {params.min_tokens}"
+            )
+        return max_tokens
+
+
+def _check_bytes(field: str, text: str, most: int) -> None:
+    size = len(text.encode())
+    if size > most:
+        raise InvalidField(field, f"must have at most {most} bytes, got {size}")
+
+
+def _check_queueable(prompt_field: str, prompt_tokens: int, caller: Caller) -> None:
+    """Refuse a prompt that exceeds the caller's limit alone: a retry would not help."""
+    most = caller.max_queued_prompt_tokens
+    if most is not None and prompt_tokens > most:
+        raise InvalidField(
+            prompt_field,
+            f"the prompt has {prompt_tokens} tokens, and the token {caller.name} may queue {most} "
+            "(max_queued_prompt_tokens in --auth-token-file)",
+        )
+
+
+def _input_ids(prompt: Prompt, limits: RequestLimits) -> Sequence[int]:
+    input_ids = prompt.input_ids(limits)
+    if not input_ids:
+        raise InvalidField(prompt.field, "the prompt is empty")
+    check_token_ids(prompt.field, input_ids, limits.vocab_size)
+    return input_ids
+
+
+def _check_total(prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> None:
+    if prompt_tokens + max_tokens > limits.most_tokens:
+        raise InvalidField(
+            "max_tokens",
+            f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are "
+            f"{prompt_tokens + max_tokens} tokens: {limits.reason}",
+        )
+
+
+def fingerprint(message: inference_pb2.GenerateRequest) -> bytes:
+    """The digest of the message as the client sent it."""
+    body = message.SerializeToString(deterministic=True)
+    return hashlib.blake2b(body, digest_size=16).digest()

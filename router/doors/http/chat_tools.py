@@ -1,0 +1,249 @@
+"""The tools of a chat: what the model is told of them, and how it may, or must, call them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvrelay.router.admission.structured_outputs import FIELD
+from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
+from kvrelay.router.doors.http.fields import Fields, Schema
+from kvrelay.router.errors import InvalidField
+from kvrelay.text.chat_template import ChatTemplate
+from kvrelay.text.output_parsers.formats import ToolFormat, format_of
+from kvrelay.text.output_parsers.hermes import HermesParser
+from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
+from kvrelay.text.output_parsers.pieces import OutputParser
+from kvrelay.text.output_parsers.plain import ContentParser, FirstCallParser, NamedCallParser
+from kvrelay.text.output_parsers.pythonic import PythonicParser
+from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.v1 import inference_pb2
+
+MAX_TOOLS: Final = 128
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PARSERS: Final[Mapping[ToolFormat, Callable[[], OutputParser]]] = {
+    ToolFormat.HERMES: HermesParser,
+    ToolFormat.LLAMA3_JSON: JsonCallsParser,
+    ToolFormat.PYTHONIC: PythonicParser,
+}
+_TOOLS: Final[Schema] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+                    "parameters": {"type": ["object", "null"]},
+                },
+                "required": ["name"],
+            },
+        },
+        "required": ["type", "function"],
+    },
+}
+_CHOICE: Final[Schema] = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                }
+            },
+            "required": ["function"],
+        },
+    ]
+}
+_DEFINITIONS: Final = ("$defs", "definitions")
+_ANY_ARGUMENTS: Final = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The served model's conventions for conversations, tool calls and reasoning."""
+
+    template: ChatTemplate | None
+    """The chat template; None: the model has none."""
+    tools: ToolFormat | None
+    """The format of tool calls; None: it is unknown."""
+    calls_are_parsed: bool
+    reasons: bool
+    """Whether its output may begin with reasoning."""
+
+    @classmethod
+    def of(cls, config: RouterConfig, template: ChatTemplate | None) -> Dialect:
+        """Choose the dialect that the options name, or that the template shows."""
+        source = template.source if template is not None else ""
+        wanted, reasoning = config.tool_call_parser, config.reasoning_parser
+        if wanted is ToolParser.AUTO:
+            tools = format_of(source)
+        else:
+            tools = None if wanted is ToolParser.NONE else ToolFormat(wanted.value)
+        reasons = reasoning is ReasoningFormat.THINK
+        if reasoning is ReasoningFormat.AUTO:
+            reasons = ReasoningParser.OPEN in source
+        return cls(template, tools, wanted is not ToolParser.NONE, reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of one call."""
+
+    shown: Sequence[Mapping[str, Any]] | None = None
+    """The tools that the template is given; None: none."""
+    named: str = ""
+    """The tool that must be called; empty: no particular one."""
+    required: bool = False
+    """Whether at least one tool must be called."""
+    first_alone: bool = False
+    """Whether only the first of the model's calls counts."""
+
+    def parser(self, dialect: Dialect) -> Callable[[], OutputParser] | None:
+        """Return a function that makes a parser of tool calls; None: all output is content."""
+        if self.named:
+            return lambda: NamedCallParser(self.named)
+        if self.required:
+            return JsonCallsParser
+        if not self.shown or dialect.tools is None:
+            return None
+        make = _PARSERS[dialect.tools]
+        return (lambda: FirstCallParser(make())) if self.first_alone else make
+
+
+def speaker(
+    tools: Tools, dialect: Dialect, in_reasoning: Callable[[], bool], *, has_form: bool
+) -> Callable[[], OutputParser] | None:
+    """Return a function that makes a parser of an output; None: all of it is content.
+
+    An output with a structured form has no reasoning, even if its prompt ends in reasoning.
+
+    Args:
+        tools: the call's tools.
+        dialect: the model's dialect.
+        in_reasoning: tells whether the prompt has ended in reasoning, once it was rendered.
+        has_form: whether the output has a structured form.
+    """
+    make = tools.parser(dialect)
+    if not dialect.reasons or has_form:
+        return make
+    return lambda: ReasoningParser((make or ContentParser)(), begins_inside=in_reasoning())
+
+
+def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingParams) -> Tools:
+    """Read `tools` and `tool_choice`; set the fields of `params` that calls need.
+
+    If a call is required, its form becomes the structured output. Otherwise the tags of calls are
+    left in the text.
+    """
+    tools = read_tool_list(fields)
+    parallel = fields.optional_flag("parallel_tool_calls")
+    choice, name = _read_choice(fields)
+    if not tools:
+        if choice not in ("auto", "none"):
+            raise InvalidField("tool_choice", "is allowed with tools alone")
+        return Tools()
+    functions = {one["function"]["name"]: one["function"] for one in tools}
+    if len(functions) < len(tools):
+        raise InvalidField("tools", "must have different names")
+    if choice == "none":
+        return Tools()
+    if choice == "auto":
+        if dialect.calls_are_parsed and dialect.tools is None:
+            raise InvalidField(
+                "tools",
+                "the chat template shows none, or in a form that is not known here: "
+                "--tool-call-parser names the form, and tool_choice can require a call",
+            )
+        if dialect.tools is not None and not params.HasField("skip_special_tokens"):
+            params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
+        return Tools(tools, first_alone=parallel is False)
+    if params.HasField(FIELD):
+        raise InvalidField("tool_choice", "is not allowed with another structured output")
+    if choice == "required":
+        schema = _of_calls(functions.values(), 1 if parallel is False else None)
+        params.structured_output.json_schema = json.dumps(schema, ensure_ascii=False)
+        return Tools(tools, required=True)
+    if name not in functions:
+        raise InvalidField("tool_choice.function.name", "is no tool of this call")
+    arguments = functions[name].get("parameters") or _ANY_ARGUMENTS
+    params.structured_output.json_schema = json.dumps(arguments, ensure_ascii=False)
+    return Tools(tools, named=name)
+
+
+def read_tool_list(fields: Fields) -> list[dict[str, Any]]:
+    """Read `tools`; an empty list if it is absent."""
+    given = fields.take("tools", _TOOLS)
+    if given is None:
+        return []
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise InvalidField("tools", f"must be a list of tools, at most {MAX_TOOLS}")
+    for number, one in enumerate(given):
+        _check_tool(f"tools[{number}]", one)
+    return given
+
+
+def _check_tool(place: str, given: Any) -> None:
+    if not isinstance(given, dict) or given.get("type") != "function":
+        raise InvalidField(place, 'must be a tool of the type "function"')
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise InvalidField(f"{place}.function", "must be an object")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidField(f"{place}.function.name", f"must match {_NAME.pattern}")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise InvalidField(f"{place}.function.parameters", "must be a JSON schema")
+
+
+def _read_choice(fields: Fields) -> tuple[str, str]:
+    """Return auto, none, required or function, and the tool's name in the last case."""
+    given = fields.take("tool_choice", _CHOICE)
+    if given is None:
+        return "auto", ""
+    if given in ("auto", "none", "required"):
+        return str(given), ""
+    function = given.get("function") if isinstance(given, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidField("tool_choice", 'must be "auto", "none", "required" or a function')
+    return "function", name
+
+
+def _of_calls(functions: Any, most: int | None) -> dict[str, Any]:
+    """Return the schema of a list of calls."""
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for function in functions:
+        arguments = dict(function.get("parameters") or _ANY_ARGUMENTS)
+        for member in _DEFINITIONS:
+            _hoist(member, arguments.pop(member, None) or {}, definitions)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "parameters": arguments},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    bounds = {"minItems": 1} if most is None else {"minItems": 1, "maxItems": most}
+    return {**definitions, "type": "array", "items": {"anyOf": calls}, **bounds}
+
+
+def _hoist(member: str, schemas: Any, definitions: dict[str, dict[str, Any]]) -> None:
+    """Move a tool's definitions to the root, where references find them."""
+    if not isinstance(schemas, dict):
+        raise InvalidField("tools", f"have {member} that are no object")
+    known = definitions.setdefault(member, {})
+    for name, schema in schemas.items():
+        if known.setdefault(name, schema) != schema:
+            raise InvalidField("tools", f"have different definitions of {name}")

@@ -1,0 +1,156 @@
+"""OpenAI's form of every error, and its HTTP status: the HTTP side of `router.grpc_status`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvrelay.router.access.auth import Forbidden, Refusal, Unauthenticated
+from kvrelay.router.errors import (
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    DeadlineTooNear,
+    GrammarQueueFull,
+    GrammarsFull,
+    InternalFailure,
+    InvalidField,
+    NotPermitted,
+    OverLimit,
+    Overloaded,
+    RequestError,
+    SessionBusy,
+    SessionExists,
+    SessionsFull,
+    SlowReader,
+    TextQueueFull,
+    Unavailable,
+    UnknownHistory,
+    UnknownModel,
+    UnknownSession,
+)
+
+CLIENT_GONE: Final = 499
+"""The status, in metrics, of a call whose client has left; it is never sent."""
+
+
+class HttpError(Exception):
+    """A refusal of a call before it becomes a request: for its path, its body or its size."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The answer to one class of errors."""
+
+    status: int
+    kind: str
+    """The value of OpenAI's `type`."""
+    may_retry: bool = True
+    """Whether a retry may help; False: clients that retry by the status are told not to."""
+
+
+_KINDS: Mapping[type[Exception], _Kind] = {
+    InvalidField: _Kind(400, "invalid_request_error"),
+    UnknownModel: _Kind(404, "invalid_request_error"),
+    Unauthenticated: _Kind(401, "authentication_error"),
+    Forbidden: _Kind(403, "permission_error"),
+    NotPermitted: _Kind(403, "permission_error"),
+    AlreadyExists: _Kind(409, "conflict_error", may_retry=False),
+    SessionExists: _Kind(409, "conflict_error", may_retry=False),
+    UnknownSession: _Kind(404, "invalid_request_error"),
+    UnknownHistory: _Kind(404, "invalid_request_error"),
+    SessionBusy: _Kind(409, "conflict_error", may_retry=False),
+    SessionsFull: _Kind(429, "rate_limit_error"),
+    Overloaded: _Kind(429, "rate_limit_error"),
+    OverLimit: _Kind(429, "rate_limit_error"),
+    TextQueueFull: _Kind(429, "rate_limit_error"),
+    GrammarQueueFull: _Kind(429, "rate_limit_error"),
+    GrammarsFull: _Kind(429, "rate_limit_error"),
+    SlowReader: _Kind(499, "client_error"),
+    DeadlineExceeded: _Kind(504, "timeout_error", may_retry=False),
+    DeadlineTooNear: _Kind(504, "timeout_error", may_retry=False),
+    Unavailable: _Kind(503, "service_unavailable_error"),
+    DataLoss: _Kind(500, "server_error", may_retry=False),
+    InternalFailure: _Kind(500, "server_error", may_retry=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """The answer to a call that fails."""
+
+    status: int
+    body: bytes
+    """A JSON object with the member `error`."""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+STATUSES: Final[Mapping[int, str]] = {
+    400: "The body cannot be served as it is",
+    401: "There is no good token",
+    403: "The token lacks a right, or the call comes from another page or host",
+    404: "There is no such path, model, session or history",
+    408: "The body did not arrive in time",
+    409: "Another live request has the id",
+    413: "The body is too large",
+    429: "Too many requests are live or wait",
+    500: "The request fails workers, or may not be computed again",
+    503: "No worker can serve it now",
+    504: "Its deadline has passed or cannot be met",
+}
+"""The descriptions of error statuses, except that of an unknown method."""
+ERROR_SCHEMA: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+        }
+    },
+    "required": ["error"],
+    "additionalProperties": False,
+}
+"""The JSON schema of all error bodies."""
+
+
+def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
+    """Return the answer to a call that ends with this error."""
+    if isinstance(error, HttpError):
+        return ErrorAnswer(error.status, _body(str(error), error.kind))
+    kind, code, param = _KINDS[type(error)], None, getattr(error, "field", None)
+    if isinstance(error, UnknownModel):
+        code = "model_not_found"
+    if isinstance(error, Unauthenticated):
+        code = "invalid_api_key"
+    headers = [] if kind.may_retry else [(b"x-should-retry", b"false")]
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
+    after_ms = error.retry_after_ms if isinstance(error, RequestError) else None
+    if after_ms is not None:
+        headers.append((b"retry-after", b"%d" % -(-after_ms // 1000)))
+        headers.append((b"retry-after-ms", b"%d" % after_ms))
+    return ErrorAnswer(kind.status, _body(str(error), kind.kind, param, code), headers)
+
+
+def internal_error() -> ErrorAnswer:
+    """Return the answer to a call that this router has failed, without the reason."""
+    return ErrorAnswer(500, _body("the router has failed", "server_error"))
+
+
+def _body(message: str, kind: str, param: str | None = None, code: Any = None) -> bytes:
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": error}).encode()

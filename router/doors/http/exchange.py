@@ -1,0 +1,223 @@
+"""One HTTP call: its headers, its body within bounds, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.net.allocator import LARGE_BYTES, Trimmer
+from kvrelay.net.receiving import Receipts
+from kvrelay.observe.trace_context import HEADER
+from kvrelay.router.doors.http.errors import ErrorAnswer, HttpError
+from kvrelay.router.errors import InvalidField
+
+_MAX_ID_CHARACTERS: Final = 128
+_JSON: Final = (b"content-type", b"application/json")
+_EVENTS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGone(Exception):  # noqa: N818
+    """An error: the client has left before its answer was complete."""
+
+
+class Bodies:
+    """The bounds of bodies that arrive at the same time.
+
+    Args:
+        most_bytes: the most bytes of one body.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.receipts = Receipts()
+        self.trimmer = Trimmer()
+
+
+class Exchange:
+    """One call: its body is received, and its answer sent.
+
+    Args:
+        scope: the call's ASGI scope.
+        receive: the call's ASGI receive function.
+        send: the call's ASGI send function.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.status = 0
+        """The status that was sent; 0: none was."""
+        self.id = self._sent_id() or uuid.uuid4().hex
+        """The call's id for its client's logs: the x-request-id that it sent, or a new one."""
+        self.body_bytes = 0
+        """The body's size, once it was read."""
+
+    def headers(self, name: bytes) -> Sequence[str]:
+        """Return the values of a header."""
+        return [value.decode("latin-1") for key, value in self._scope["headers"] if key == name]
+
+    @property
+    def traceparent(self) -> str | None:
+        """The client's traceparent header; None unless there is exactly one, as W3C demands."""
+        sent = self.headers(HEADER.encode())
+        return sent[0] if len(sent) == 1 else None
+
+    def path_parameter(self, name: str) -> str | None:
+        """Return a parameter of the path; None: the path has none of this name."""
+        value: str | None = self._scope["path_params"].get(name)
+        return value
+
+    @property
+    def deadline(self) -> float | None:
+        """The time at which the client gives up, from its x-request-timeout-ms; None: never.
+
+        Raises:
+            InvalidField: the header is not a number.
+        """
+        sent = self.headers(b"x-request-timeout-ms")
+        if not sent:
+            return None
+        text = sent[0]
+        if not (text.isascii() and text.isdecimal() and len(text) <= 12):
+            raise InvalidField("x-request-timeout-ms", "must be a number of milliseconds")
+        return time.monotonic() + int(text) / 1000
+
+    async def body(self, bodies: Bodies) -> bytes:
+        """Receive the whole body.
+
+        A body of up to twice the bound is received completely before it is refused, so that its
+        client reads the reason. The rest of a larger one is not received.
+
+        Raises:
+            HttpError: the body is too large, or does not arrive in time.
+            ClientGone: the client has left.
+        """
+        length = self.headers(b"content-length")
+        if length and int(length[0]) > 2 * bodies.most_bytes:
+            raise _too_large(bodies.most_bytes)
+        try:
+            async with bodies.receipts.bounded():
+                body = await self._read(bodies.most_bytes)
+        except TimeoutError:
+            bodies.trimmer.trim_soon()
+            raise HttpError(408, "timeout_error", "the body did not arrive in time") from None
+        self.body_bytes = len(body)
+        if self.body_bytes >= LARGE_BYTES:
+            bodies.trimmer.trim_soon()
+        return body
+
+    async def _read(self, most_bytes: int) -> bytes:
+        body, received, more = bytearray(), 0, True
+        while more and received <= 2 * most_bytes:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            received, more = received + len(message["body"]), message["more_body"]
+            if received <= most_bytes:
+                body += message["body"]
+        if received > most_bytes:
+            raise _too_large(most_bytes)
+        return bytes(body)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`; cancel it and raise `ClientGone` as soon as the client has left.
+
+        The body must have been read.
+        """
+        working = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientGone
+            working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def answer(
+        self, body: bytes, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = (_JSON,)
+    ) -> None:
+        """Send a whole answer."""
+        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def write_part(self, part: bytes) -> None:
+        """Send a part of an answer that is not a stream; `end` completes it."""
+        if not self.status:
+            await self._start(200, [_JSON])
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def fail(self, error: ErrorAnswer, seconds: float, *, close: bool = False) -> None:
+        """Send an error; in mid-stream it is an event.
+
+        Args:
+            error: the answer that tells the error.
+            seconds: the time that the client has to take it; then its connection is dropped.
+            close: whether to close the connection, because unread parts of the body may follow.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._fail(error, close=close)
+        except TimeoutError:
+            self.abort()
+
+    async def _fail(self, error: ErrorAnswer, *, close: bool) -> None:
+        if not self.status:
+            closing = [(b"connection", b"close")] if close else []
+            await self.answer(error.body, error.status, [_JSON, *error.headers, *closing])
+            return
+        await self.write(b"event: error\ndata: " + error.body + b"\n\n")
+        await self.end()
+
+    async def write(self, events: bytes) -> None:
+        """Send events of a stream, which the first of them begins."""
+        if not events:
+            return
+        if not self.status:
+            await self._start(200, _EVENTS)
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, last_events: bytes = b"") -> None:
+        """End the stream, with its last events."""
+        if last_events and not self.status:
+            await self._start(200, _EVENTS)
+        await self._send({"type": "http.response.body", "body": last_events})
+
+    def abort(self) -> None:
+        """Drop the connection, with everything that its client has not read."""
+        abort: Callable[[], None] = self._scope["extensions"]["kvrelay.abort"]["call"]
+        abort()
+
+    async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers = [*headers, (b"x-request-id", self.id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def _sent_id(self) -> str:
+        sent = self.headers(b"x-request-id")
+        fits = sent and sent[0].isascii() and sent[0].isprintable()
+        return sent[0][:_MAX_ID_CHARACTERS] if fits else ""
+
+
+def _too_large(most_bytes: int) -> HttpError:
+    return HttpError(
+        413,
+        "invalid_request_error",
+        f"the body has more than {most_bytes} bytes (--max-message-bytes)",
+    )

@@ -1,0 +1,397 @@
+"""The OpenAI-compatible HTTP door: its paths, who may call them, and their small answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvrelay.router.access.auth import HEADER, Refusal, check_right, identify
+from kvrelay.router.access.token_file import Tokens
+from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.served_tokenizer import Texts
+from kvrelay.router.admission.session_adoption import SessionAdoption
+from kvrelay.router.callers import ANYBODY, Caller, Right
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.doors.http import openapi
+from kvrelay.router.doors.http.answers import ChatStyle, CompletionStyle
+from kvrelay.router.doors.http.chat_tools import Dialect
+from kvrelay.router.doors.http.completion_bodies import (
+    check_fits,
+    read_chat_completion,
+    read_completion,
+    read_open_session,
+)
+from kvrelay.router.doors.http.completions import Completions
+from kvrelay.router.doors.http.errors import (
+    CLIENT_GONE,
+    ErrorAnswer,
+    HttpError,
+    answer_to,
+    internal_error,
+)
+from kvrelay.router.doors.http.exchange import Bodies, ClientGone, Exchange
+from kvrelay.router.doors.http.fields import Fields, parse_body
+from kvrelay.router.doors.http.live_page import LivePage
+from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
+from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
+from kvrelay.router.errors import RequestError, Unavailable
+from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.request_walks import Walks
+from kvrelay.router.server_info import ServerInfo
+from kvrelay.router.sessions import Sessions
+from kvrelay.text.chat_template import ChatTemplate
+from kvrelay.text.encoding import decode
+from kvrelay.v1 import inference_pb2 as pb
+
+_log = logging.getLogger(__name__)
+_PART_OF_A_BODY: Final = frozenset({408, 413})
+"""The statuses of calls whose bodies may not have been read completely."""
+Handler = Callable[[Exchange, Caller], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The parts of the router that the door serves."""
+
+    config: RouterConfig
+    fleet: Fleet
+    admission: Admission
+    texts: Texts
+    metrics: RouterMetrics
+    template: ChatTemplate | None
+    info: ServerInfo
+    sessions: Sessions
+    adoption: SessionAdoption
+    tokens: Callable[[], Tokens] | None
+    """A function that returns the present tokens; None: no token is required."""
+
+
+def make_app(behind: Behind) -> ASGIApp:
+    """Make the application of the door."""
+    door = _Door(behind)
+    app: ASGIApp = Starlette(
+        routes=[one.route(behind) for one in _paths(door)],
+        exception_handlers={HTTPException: _refuse, Exception: _fail},
+    )
+    app = with_origins(app, behind.config.http_origins)
+    host = str(behind.config.http_address).rpartition(":")[0].strip("[]")
+    if behind.tokens is None and is_loopback(host):
+        app = with_hosts(app, behind.config.http_origins)
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A path of the door, and its handler."""
+
+    path: str
+    method: str
+    """The method; GET includes HEAD, except for a stream."""
+    handler: Callable[..., Awaitable[None]]
+    right: Right | None = None
+    """The right that the caller must have; None: a token is enough."""
+    answers: Sequence[str] = (openapi.JSON,)
+    """The media types of good answers; empty: an answer is only a status."""
+    open: bool = False
+    """Whether anybody may call it; its handler is then not told who calls."""
+    link: openapi.OperationLink | None = None
+
+    def route(self, behind: Behind) -> Route:
+        """Return the path as a route of Starlette."""
+        handler: Any = _Open(self.handler)
+        if not self.open:
+            handler = _Endpoint(self.path, self.handler, behind, self.right)
+        made = Route(self.path, handler, methods=[self.method])
+        # Starlette adds HEAD to GET, which would follow a stream.
+        has_head = self.method == "GET" and self.answers != (openapi.EVENTS,)
+        made.methods = {self.method, "HEAD"} if has_head else {self.method}
+        return made
+
+    def operation(self, bodies: Mapping[str, Mapping[str, Any]]) -> openapi.Operation:
+        """Return the path as an operation of the OpenAPI document."""
+        path = self.path.replace(":path}", "}")
+        about = openapi.about(self.handler)
+        body = bodies.get(self.path) if self.method == "POST" else None
+        return openapi.Operation(
+            path, self.method, about, not self.open, self.answers, body, self.link
+        )
+
+
+def _paths(door: _Door) -> Sequence[_Path]:
+    """Return all paths of the door."""
+    either, text = (openapi.JSON, openapi.EVENTS), ("text/plain",)
+    opened = openapi.OperationLink("/v1/sessions/{session}", "DELETE", "session", "/id")
+    listed = openapi.OperationLink("/v1/models/{model}", "GET", "model", "/data/0/id")
+    return [
+        _Path("/v1/completions", "POST", door.completions, Right.GENERATE, either),
+        _Path("/v1/chat/completions", "POST", door.chat_completions, Right.GENERATE, either),
+        _Path("/v1/sessions", "POST", door.open_session, Right.GENERATE, link=opened),
+        _Path("/v1/sessions", "GET", door.list_sessions, Right.GENERATE),
+        _Path("/v1/sessions/{session:path}", "DELETE", door.close_session, Right.GENERATE),
+        _Path("/tokenize", "POST", door.tokenize, Right.GENERATE),
+        _Path("/detokenize", "POST", door.detokenize, Right.GENERATE),
+        _Path("/tokenizer_info", "GET", door.tokenizer_info),
+        _Path("/v1/models", "GET", door.models, link=listed),
+        _Path("/v1/models/{model:path}", "GET", door.models),
+        _Path("/version", "GET", door.version),
+        _Path("/metrics", "GET", door.metrics, Right.ADMIN, text),
+        _Path("/live", "GET", door.live, Right.ADMIN, (openapi.EVENTS,)),
+        _Path(openapi.PATH, "GET", door.openapi),
+        _Path("/", "GET", door.page, answers=("text/html",), open=True),
+        _Path("/health", "GET", door.health, answers=(), open=True),
+        _Path("/ping", "GET", door.health, answers=(), open=True),
+        _Path("/ping", "POST", door.health, answers=(), open=True),
+    ]
+
+
+class _Endpoint:
+    """A handler as an ASGI application: it identifies the caller, and answers errors.
+
+    Args:
+        path: the path's name in metrics.
+        handler: the path's handler.
+        behind: what the door serves.
+        right: the right that the caller must have; None: a token is enough.
+    """
+
+    def __init__(self, path: str, handler: Handler, behind: Behind, right: Right | None) -> None:
+        self._path = path
+        self._handler = handler
+        self._tokens = behind.tokens
+        self._right = right
+        self._metrics = behind.metrics
+        self._seconds = behind.config.read_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        status = CLIENT_GONE
+        try:
+            failed = await self._handle(exchange)
+            status = exchange.status if failed is None else failed.status
+        finally:
+            self._metrics.count(HTTP_RESPONSES, path=self._path, status=str(status))
+
+    async def _handle(self, exchange: Exchange) -> ErrorAnswer | None:
+        """Answer the call; return the error that the client was told, in mid-stream or before."""
+        close = False
+        try:
+            await self._handler(exchange, self._caller(exchange))
+        except ClientGone:
+            return ErrorAnswer(CLIENT_GONE, b"")
+        except (RequestError, Refusal) as error:
+            told = answer_to(error)
+        except HttpError as error:
+            told, close = answer_to(error), error.status in _PART_OF_A_BODY
+        except Exception:
+            _log.exception("%s", self._path)
+            told = internal_error()
+        else:
+            return None
+        await exchange.fail(told, self._seconds, close=close)
+        return told
+
+    def _caller(self, exchange: Exchange) -> Caller:
+        if self._tokens is None:
+            return ANYBODY
+        caller = identify(self._tokens(), exchange.headers(HEADER.encode()))
+        if self._right is not None:
+            check_right(caller, self._right)
+        return caller
+
+
+class _Open:
+    """A handler as an ASGI application for anybody."""
+
+    def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(Exchange(scope, receive, send))
+
+
+class _Door:
+    """The handlers of all paths."""
+
+    def __init__(self, behind: Behind) -> None:
+        self._behind = behind
+        self._bodies = Bodies(behind.config.max_message_bytes)
+        self._created = int(time.time())
+        self._tokenizing = Tokenizing(behind.config, behind.fleet, behind.texts, behind.template)
+        self._page = LivePage(
+            behind.config.model_name,
+            behind.info,
+            Walks(behind.fleet),
+            lambda: behind.admission.closing,
+            behind.config.read_timeout,
+        )
+        self._dialect = Dialect.of(behind.config, behind.template)
+        self._completions = Completions(
+            behind.config,
+            behind.admission,
+            lambda ids: decode(behind.texts.tokenizer, ids, skip_special_tokens=False),
+            behind.metrics,
+        )
+
+    async def completions(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/completions: goes on with texts or token ids."""
+        body = await self._body(exchange)
+        with self._behind.admission.counting("http"):
+            call = read_completion(Fields(body), self._behind.texts)
+            check_fits(call, caller, self._behind.config.max_live_requests)
+        serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
+        await exchange.unless_gone(serving)
+
+    async def chat_completions(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/chat/completions: answers a conversation."""
+        behind, body = self._behind, await self._body(exchange)
+        with behind.admission.counting("http"):
+            call = read_chat_completion(
+                Fields(body), exchange.body_bytes, behind.texts, self._dialect
+            )
+        serving = self._completions.serve(exchange, call, ChatStyle(), caller)
+        await exchange.unless_gone(serving)
+
+    async def open_session(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/sessions: opens a session, as OpenSession does."""
+        message = read_open_session(Fields(await self._body(exchange)))
+        session = await self._behind.adoption.open(caller, message)
+        opened = {
+            "id": session.session_id,
+            "idle_timeout_seconds": session.idle_timeout_seconds,
+            "tokens": len(session.tokens),
+        }
+        await _send(exchange, opened)
+
+    async def list_sessions(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /v1/sessions: the caller's sessions, as GetSessions tells of them."""
+        states = self._behind.info.sessions(caller)
+        # Thousands of them take a while, in which others' tokens would wait.
+        await exchange.answer(await asyncio.to_thread(_session_list, states))
+
+    async def close_session(self, exchange: Exchange, caller: Caller) -> None:
+        """DELETE /v1/sessions/ID: ends a session, as CloseSession does."""
+        session_id = exchange.path_parameter("session") or ""
+        self._behind.sessions.close(caller, session_id)
+        await _send(exchange, {"id": session_id, "deleted": True})
+
+    async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /tokenize: token ids of a text, or of a conversation."""
+        body = await self._body(exchange)
+        await _send(exchange, await self._tokenizing.tokenize(body, exchange.body_bytes))
+
+    async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /detokenize: the text of token ids."""
+        await _send(exchange, await self._tokenizing.detokenize(await self._body(exchange)))
+
+    async def tokenizer_info(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /tokenizer_info: special tokens and the chat template."""
+        await _send(exchange, self._tokenizing.info())
+
+    async def models(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /v1/models: the served model."""
+        model = self._model()
+        asked = exchange.path_parameter("model")
+        if asked is None:
+            await _send(exchange, {"object": "list", "data": [model]})
+        elif asked == model["id"]:
+            await _send(exchange, model)
+        else:
+            raise HttpError(404, "invalid_request_error", "there is no such model")
+
+    async def version(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /version: that of kvrelay."""
+        await _send(exchange, {"version": version("kvrelay")})
+
+    async def metrics(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /metrics: the router's, as at --metrics."""
+        text = await asyncio.to_thread(generate_latest, self._behind.metrics.registry)
+        await exchange.answer(text, headers=[(b"content-type", CONTENT_TYPE_LATEST.encode())])
+
+    async def page(self, exchange: Exchange) -> None:
+        """GET /: the live page, without a token: what it shows comes from /live."""
+        await self._page.page(exchange)
+
+    async def live(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /live: what the live page shows, each second."""
+        await self._page.stream(exchange, caller)
+
+    async def openapi(self, exchange: Exchange, caller: Caller) -> None:
+        """GET /openapi.json: this document."""
+        await _send(exchange, self._document)
+
+    @functools.cached_property
+    def _document(self) -> dict[str, Any]:
+        bodies = openapi.bodies(self._behind.texts)
+        operations = [one.operation(bodies) for one in _paths(self)]
+        return openapi.document(operations, has_tokens=self._behind.tokens is not None)
+
+    async def health(self, exchange: Exchange) -> None:
+        """GET /health: 200 if requests are served, else 503."""
+        served = self._behind.fleet.ready and not self._behind.admission.closing
+        await exchange.answer(b"", 200 if served else 503, headers=())
+
+    async def _body(self, exchange: Exchange) -> dict[str, Any]:
+        return parse_body(await exchange.body(self._bodies))
+
+    def _model(self) -> dict[str, Any]:
+        """Return OpenAI's description of a model, with vLLM's additions."""
+        config = self._behind.config
+        try:
+            max_model_len = self._behind.fleet.limits().max_model_len
+        except Unavailable:  # before the first worker has come
+            max_model_len = None
+        return {
+            "id": config.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvrelay",
+            "root": str(config.model_path),
+            "parent": None,
+            "max_model_len": max_model_len,
+        }
+
+
+async def _send(exchange: Exchange, answer: dict[str, Any]) -> None:
+    await exchange.answer(json.dumps(answer).encode())
+
+
+def _session_list(states: Sequence[pb.SessionState]) -> bytes:
+    """Return the list of sessions as JSON, the oldest first."""
+    sessions = [
+        MessageToDict(
+            state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        for state in states
+    ]
+    data = [{"id": one.pop("session_id"), **one} for one in sessions]
+    return json.dumps({"object": "list", "data": data}).encode()
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer a call of a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:128]} is not served"
+    told = answer_to(HttpError(error.status_code, "invalid_request_error", what))
+    return Response(told.body, told.status, error.headers, media_type="application/json")
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    told = internal_error()
+    return Response(told.body, told.status, media_type="application/json")

@@ -1,0 +1,90 @@
+"""Bounds on a request, from the model and the workers' pools; a request beyond them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.router.errors import InvalidField, Unavailable
+from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds on one request."""
+
+    vocab_size: int
+    max_model_len: int
+    """The most tokens of prompt and output together."""
+    prefill_pool_tokens: int
+    """The most tokens of one request, on the prefill worker with the most room.
+
+    Prompt and output together must fit, since a retry brings its output as a part of the prompt.
+    """
+    decode_pool_tokens: int
+    """The most tokens of one request, on the decode worker with the most room."""
+
+    @classmethod
+    def of(cls, endpoints: Sequence[WorkerInfo], *, decodes_alone: bool = False) -> RequestLimits:
+        """Compute the bounds with these workers.
+
+        A request runs on a pair or on an aggregated worker, so the bounds are of the kind that
+        takes more.
+
+        Args:
+            endpoints: the workers.
+            decodes_alone: whether decode workers compute prompts, too, and so need no others.
+
+        Raises:
+            Unavailable: there is neither a prefill and a decode worker nor an aggregated one.
+        """
+        decode = _largest_pool(endpoints, WorkerRole.DECODE)
+        prefill = _largest_pool(endpoints, WorkerRole.PREFILL)
+        if decodes_alone:
+            prefill = decode or prefill
+        aggregated = _largest_pool(endpoints, WorkerRole.AGGREGATED)
+        if aggregated > (decode if prefill else 0):
+            prefill = decode = aggregated
+        for pool, role in ((prefill, WorkerRole.PREFILL), (decode, WorkerRole.DECODE)):
+            if not pool:
+                raise Unavailable(f"there is no {role} worker")
+        return cls(
+            vocab_size=min(e.vocab_size for e in endpoints),
+            max_model_len=min(e.max_model_len for e in endpoints),
+            prefill_pool_tokens=prefill,
+            decode_pool_tokens=decode,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of prompt and output together."""
+        return min(self.max_model_len, self.decode_pool_tokens, self.prefill_pool_tokens)
+
+    @property
+    def reason(self) -> str:
+        """A clause that says why `most_tokens` is the limit."""
+        is_the_models = self.max_model_len == self.most_tokens
+        # A request that is resumed has its output computed again on a prefill worker.
+        holder = (
+            "the model takes (--max-model-len)" if is_the_models else "a worker holds (--kv-memory)"
+        )
+        return f"{self.most_tokens} tokens is the most that {holder}"
+
+    def check_prompt(self, field: str, tokens: int, *, is_exact: bool = True) -> None:
+        """Raise `InvalidField` unless at least one token of output fits after the prompt.
+
+        Args:
+            field: the message's field that has the prompt.
+            tokens: the prompt's length.
+            is_exact: whether the prompt has exactly this length; else it has at least this.
+        """
+        if tokens >= self.most_tokens:
+            number = f"{tokens} tokens" if is_exact else f"{tokens} tokens or more"
+            raise InvalidField(
+                field, f"the prompt has {number} and leaves no room for output: {self.reason}"
+            )
+
+
+def _largest_pool(endpoints: Sequence[WorkerInfo], role: WorkerRole) -> int:
+    """The most tokens of one request on any worker of this role; 0: there are none."""
+    return max((e.pool_tokens for e in endpoints if e.role is role), default=0)

@@ -1,0 +1,191 @@
+"""The choice of a prompt's place: a prefill worker, or the decode worker itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from kvrelay.pacing.chunk_size import choose_chunk_tokens, count_backlog
+from kvrelay.router.placement.estimate import ExpectedPrompts, most_tokens_ahead
+from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork
+
+_HAND_OVER_WORTH: Final = 1.25
+"""The most time of an idle decode worker for a prompt, in multiples of a prefill worker's.
+
+It may take longer, because nothing is handed over and nobody else waits.
+"""
+
+
+class Reason(StrEnum):
+    """Why an attempt's prompt is computed where it is."""
+
+    NO_CHOICE = "no_choice"
+    """The only place: no other worker that can take the prompt is ready.
+
+    A cluster without any prefill worker serves so.
+    """
+    MODE = "mode"
+    """Decode workers compute no prompts: `--placement disaggregated`."""
+    SUSPECT = "suspect"
+    """Earlier attempts have failed at the other place."""
+    IDLE = "idle"
+    """The decode worker has nothing to do."""
+    SOONER = "sooner"
+    """The first token is expected here sooner."""
+    UNKNOWN = "unknown"
+    """The workers' speeds are not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two workers that may compute a prompt."""
+
+    queue: ExpectedPrompts
+    cached_tokens: int = 0
+    """Tokens of the prompt that its prefix index is expected to have."""
+    num_requests: int = 0
+    """The requests that it has, running or waiting."""
+    lent_tokens: int = 0
+    """Tokens of the prompt that it may read from the other worker, whose session has them."""
+    lent_seconds: float = 0.0
+    """Expected seconds to read them."""
+
+    @property
+    def backlog_tokens(self) -> float:
+        """Tokens of prompts that it has to compute, without those in steps in flight."""
+        return min(sum(self.queue.by_size), self.queue.backlog_tokens)
+
+    def computing_tokens(self, chunk_tokens: int) -> float:
+        """Tokens of prompts still to be computed in steps in flight.
+
+        Each step computes `chunk_tokens` at most. Their prompts have left the queue and have not
+        begun to generate. One step runs, and is half done on average; the next one may be planned.
+        """
+        unwaiting = self.queue.backlog_tokens - sum(self.queue.by_size)
+        if not chunk_tokens or math.isinf(unwaiting):
+            return 0.0
+        in_flight = min(max(unwaiting, 0.0), 2 * chunk_tokens)
+        return in_flight - min(in_flight, chunk_tokens) / 2
+
+    def own_tokens(self, tokens: int) -> int:
+        """The tokens that it would have to compute of an input of `tokens`."""
+        return max(tokens - self.cached_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The choice of the worker that computes a prompt."""
+
+    by_decode: bool
+    reason: Reason
+    lent_tokens: int = 0
+    """Tokens of the prompt that the prefill worker has or will read; it computes the rest."""
+
+
+def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = None) -> Decision:
+    """Choose the worker that is expected to have the prompt's first token sooner.
+
+    Beside running requests a decode worker computes only small chunks, to keep their inter-token
+    latency: a long prompt takes long there. If the decode worker has more to do than the prefill
+    worker, outputs included, the prompt also delays each of its requests. That delay counts, too:
+    without it, a decode worker that is the pair's bottleneck would get prompts that cost
+    throughput.
+
+    A speed that one of them has not measured is assumed to be the other's. While no speed is known,
+    the one with fewer tokens to compute gets the prompt.
+
+    Args:
+        tokens: the input's length, at least 1.
+        prefill: the prefill worker that would be chosen. It reads the tokens that it may be lent,
+            if that is faster than to compute them.
+        decode: the decode worker that generates in any case.
+        itl_target: seconds that a step with prompts may take beside running requests; None: derived
+            from the speeds.
+    """
+    there_speeds = _filled_in(prefill.queue.load.speeds, decode.queue.load.speeds)
+    here_speeds = _filled_in(decode.queue.load.speeds, there_speeds)
+    is_idle = not decode.num_requests
+    if not (there_speeds.prompts_known and here_speeds.rows_known):
+        fewer = decode.backlog_tokens < prefill.backlog_tokens
+        return Decision(is_idle or fewer, Reason.IDLE if is_idle else Reason.UNKNOWN)
+    there = _seconds(tokens, prefill, there_speeds)
+    lent_tokens = 0
+    if prefill.lent_tokens > prefill.cached_tokens:
+        borrower = replace(prefill, cached_tokens=prefill.lent_tokens)
+        seconds = prefill.lent_seconds + _seconds(tokens, borrower, there_speeds)
+        if seconds < there:
+            prefill, there, lent_tokens = borrower, seconds, prefill.lent_tokens
+    if is_idle:
+        by_decode = _seconds(tokens, decode, here_speeds) <= _HAND_OVER_WORTH * there
+        if by_decode:
+            return Decision(by_decode, Reason.IDLE)
+        return Decision(by_decode, Reason.SOONER, lent_tokens)
+    here = _seconds_beside(tokens, decode, here_speeds, itl_target)
+    here += decode.num_requests * _delay(tokens, prefill, there_speeds, decode, here_speeds)
+    return Decision(here < there, Reason.SOONER, 0 if here < there else lent_tokens)
+
+
+def _delay(
+    tokens: int, prefill: Side, there_speeds: StepSpeeds, decode: Side, here_speeds: StepSpeeds
+) -> float:
+    """Seconds by which the pair's whole work ends later if decode computes the prompt."""
+    token_there = _seconds_per_token(tokens, prefill, there_speeds)
+    token_here = _seconds_per_token(tokens, decode, here_speeds)
+    steps = prefill.computing_tokens(there_speeds.chunk_tokens)
+    there = (prefill.backlog_tokens + steps) * token_there
+    here = decode.backlog_tokens * token_here + _outputs_seconds(decode, here_speeds)
+    by_decode = max(here + decode.own_tokens(tokens) * token_here, there)
+    by_prefill = max(here, there + prefill.own_tokens(tokens) * token_there)
+    return max(by_decode - by_prefill, 0.0)
+
+
+def _seconds_per_token(tokens: int, side: Side, speeds: StepSpeeds) -> float:
+    """Seconds that each token of such a prompt adds to a step that runs in any case."""
+    own = side.own_tokens(tokens)
+    pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
+    return speeds.seconds_per_token + speeds.seconds_per_pair * pairs / own
+
+
+def _outputs_seconds(side: Side, speeds: StepSpeeds) -> float:
+    """Seconds to generate all outstanding output tokens of a worker, all rows in one batch."""
+    load, rows = side.queue.load, side.num_requests
+    tokens = load.growth_tokens + load.output_tokens * max(rows - load.running_requests, 0)
+    step = speeds.seconds_of(StepWork(rows=rows, row_pairs=load.held_tokens))
+    return step * tokens / rows
+
+
+def _filled_in(own: StepSpeeds, of_other: StepSpeeds) -> StepSpeeds:
+    """The speeds of a worker, with the other one's where it has computed no prompts yet."""
+    if own.prompts_known:
+        return own
+    return replace(
+        own,
+        seconds_per_step=own.seconds_per_step or of_other.seconds_per_step,
+        seconds_per_token=of_other.seconds_per_token,
+        seconds_per_pair=of_other.seconds_per_pair,
+        prompts_known=of_other.prompts_known,
+    )
+
+
+def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, itl_target: float | None) -> float:
+    """Expected seconds until the first token, in chunks beside running requests."""
+    load = side.queue.load
+    generating = StepWork(rows=max(load.running_requests, 1), row_pairs=load.held_tokens)
+    most = speeds.chunk_tokens or tokens
+    own = side.own_tokens(tokens)
+    backlog = count_backlog(own, math.ceil(side.backlog_tokens) + own)
+    chunk = choose_chunk_tokens(speeds, generating, tokens // 2, most, backlog, itl_target)
+    return _seconds(tokens, side, replace(speeds, chunk_tokens=chunk), generating)
+
+
+def _seconds(tokens: int, side: Side, speeds: StepSpeeds, generating: StepWork = NO_WORK) -> float:
+    """Expected seconds until the first token, behind the prompts that come before it."""
+    own = side.own_tokens(tokens)
+    pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
+    waiting = min(most_tokens_ahead(side.queue.by_size, own), side.queue.backlog_tokens)
+    ahead = math.ceil(waiting + side.computing_tokens(speeds.chunk_tokens))
+    # They are assumed to be as long as this one, so each attends to as many tokens.
+    pairs += ahead * pairs // own
+    return speeds.seconds_of(replace(generating, prompt_tokens=own + ahead, prompt_pairs=pairs))

@@ -1,0 +1,212 @@
+"""Placement of a request's attempts, and the decision on a retry after one ended early.
+
+`LiveRequest` asks here and submits the new attempt itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.errors import DataLoss, InternalFailure, RequestError, Unavailable
+from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
+from kvrelay.router.placement.deadlines import DeadlineCheck
+from kvrelay.router.placement.demand import Demand
+from kvrelay.router.placement.fleet import Fleet, Placement
+from kvrelay.router.requests.attempt import AttemptFailed, AttemptRetracted
+from kvrelay.router.requests.failed_forwards import FORWARD_FAILURES, FailedForwards
+from kvrelay.wire.output import FailureReason
+from kvrelay.wire.worker_info import WorkerRole
+
+_PAUSES_SECONDS = (0.05, 0.5)
+"""The pause before the retry after a choice's first failure, and after each later one.
+
+By then the router knows of other losses with the worker, and a passing fault has passed.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Choices that are to be submitted again."""
+
+    reason: str
+    """The value of the `reason` metric label."""
+    detail: str
+    """Why the earlier attempt ended."""
+    pause_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failures:
+    """The failures of one choice since its latest new token."""
+
+    count: int
+    emitted: int
+    """The choice's tokens at its latest failure."""
+
+
+class Failover:
+    """Placement of one request's attempts, and the decisions on its retries.
+
+    A choice whose attempt was retracted is always submitted again. A choice whose attempt failed is
+    submitted again, too, with two exceptions. The request fails at the choice's `max_attempts`-th
+    failure without a new token in between, and at once if the router is `strict`. The new attempt
+    gets the prompt and the emitted tokens, on workers that are chosen anew. A worker of a failed
+    attempt is chosen only if there is no other. Where decode workers compute prompts, too, the next
+    attempt's prompt is computed by the other role. A forward that failed as a whole is no failure
+    of its choices: see `FailedForwards`.
+    """
+
+    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._metrics = metrics
+        self._deadlines = DeadlineCheck(fleet, config.deadline_margin)
+        self._model = fleet.model.digest  # of the first attempt
+        self._failures: dict[int, _Failures] = {}  # by choice
+        self._failed_forwards = FailedForwards()
+        self._suspects: set[str] = set()  # incarnations that attempts have failed with
+        self._failed_by: WorkerRole | None = None  # see `Demand`
+
+    def decide(
+        self, verdict: AttemptRetracted | AttemptFailed, unfinished: Mapping[int, int]
+    ) -> Retry:
+        """Decide how the unfinished choices of an attempt that ended are submitted again.
+
+        Args:
+            verdict: how the attempt ended.
+            unfinished: the emitted tokens of each unfinished choice.
+
+        Raises:
+            RequestError: there is no retry; the request ends with this error.
+        """
+        if isinstance(verdict, AttemptRetracted):
+            return Retry("retracted", verdict.detail)
+        self._suspects |= verdict.suspects
+        if verdict.culprit is None or verdict.prompt_by is WorkerRole.DECODE:
+            self._failed_by = verdict.prompt_by
+        if verdict.culprit is not None:
+            for choice in unfinished:
+                self._failed_forwards.suspect(choice, verdict.culprit)
+        in_forward = verdict.reason in FORWARD_FAILURES
+        count = partial(self._count_failed_forward, verdict) if in_forward else self._count_failure
+        worst = max((count(*choice) for choice in unfinished.items()), default=0)
+        if unfinished and self._config.strict:
+            self._metrics.count(STRICT_FAILURES, reason=verdict.reason)
+            raise _strict_failure(verdict)
+        if worst >= self._config.max_attempts:
+            raise Unavailable(f"{verdict.error} (attempt {worst} of {worst})")
+        pause = _PAUSES_SECONDS[max(min(worst, len(_PAUSES_SECONDS)), 1) - 1]
+        return Retry(verdict.reason, str(verdict.error), pause)
+
+    def _count_failure(self, choice: int, emitted: int) -> int:
+        """Count a failure of a choice; return its failures since its latest new token."""
+        before = self._failures.get(choice, _Failures(0, 0))
+        count = 1 if emitted > before.emitted else before.count + 1
+        self._failures[choice] = _Failures(count, emitted)
+        return count
+
+    def _count_failed_forward(self, verdict: AttemptFailed, choice: int, emitted: int) -> int:
+        """Note a forward that failed with a choice; it is no failure of the choice."""
+        [worker] = verdict.suspects
+        self.forward_failed(choice, emitted, worker, verdict.reason, str(verdict.error))
+        return 0
+
+    def forward_failed(
+        self, choice: int, emitted: int, worker: str, reason: FailureReason, detail: str
+    ) -> None:
+        """Note a forward that failed with a choice; raise InternalFailure if that is to blame."""
+        alone = reason is FailureReason.FORWARD_FAILED_ALONE
+        if self._failed_forwards.add(choice, emitted, worker, alone=alone):
+            raise InternalFailure(f"{detail} (with this request alone, and before)")
+
+    def alone(self, choices: Iterable[int]) -> Set[WorkerRole]:
+        """The roles on whose workers an attempt is to be computed apart from other requests."""
+        return self._failed_forwards.suspected_on(choices)
+
+    async def place(self, demand: Demand, detail: str) -> Placement:
+        """Find workers for the next attempt; wait for them up to `failover_wait` seconds.
+
+        Args:
+            demand: what the attempt needs.
+            detail: why the attempt before ended.
+
+        Raises:
+            Unavailable: none were ready in that time, or the model of the request's first attempt
+                is not served any more.
+        """
+        seconds = self._config.failover_wait
+        found = await self._place_within(seconds, demand, lambda: True)
+        if isinstance(found, Placement):
+            self._check_model()
+            return found
+        raise Unavailable(
+            f"{detail}; it could not be submitted again within {seconds:g} s: {found}"
+        ) from found
+
+    async def place_first(self, request: GenerationRequest) -> Placement:
+        """Find workers for the first attempt; wait for them up to `worker_wait` seconds.
+
+        The request's deadline is not considered.
+
+        Raises:
+            Unavailable: none were ready in that time, or no more workers are expected.
+        """
+        seconds, outcome = self._config.worker_wait, "left"
+        demand = Demand.of(request)
+        hope = partial(self._fleet.expects, demand)
+        try:
+            found = await self._place_within(seconds, demand, hope)
+            if isinstance(found, Placement):
+                outcome = "served"
+                self._model = self._fleet.model.digest
+                return found
+            if not hope():
+                outcome = "given_up"
+                raise found
+            outcome = "expired"
+            waited = f"{found}, and none came within {seconds:g} s (--worker-wait)"
+            raise Unavailable(waited, self._config.retry_after_ms) from found
+        finally:
+            self._metrics.count(WORKER_WAITS, outcome=outcome)
+
+    def place_in_time(
+        self, request: GenerationRequest, placement: Placement, deadline: float | None
+    ) -> Placement:
+        """Return the placement, or one that the deadline needs; see `DeadlineCheck.place`."""
+        return self._deadlines.place(request, placement, deadline)
+
+    async def _place_within(
+        self, seconds: float, demand: Demand, hope: Callable[[], bool]
+    ) -> Placement | Unavailable:
+        """Find workers as soon as they are ready; return the shortage if time or hope ends."""
+        missing = Unavailable("no workers were looked for")
+        demand = replace(demand, suspects=self._suspects, failed_by=self._failed_by)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        return self._fleet.place(demand)
+                    except Unavailable as error:
+                        missing = error
+                    if not hope():
+                        break
+                    await self._fleet.changes.wait()
+        return missing
+
+    def _check_model(self) -> None:
+        """Raise Unavailable if another model is served now: a stream must not mix two models."""
+        served = self._fleet.model.digest
+        if self._model and served and self._model != served:
+            began, now = self._model.name, served.name
+            raise Unavailable(f"it began with model {began}, in whose place {now} is served now")
+
+
+def _strict_failure(failed: AttemptFailed) -> RequestError:
+    kind = DataLoss if failed.reason is FailureReason.PAGE_MISMATCH else Unavailable
+    return kind(f"{failed.reason}: {failed.error} (--strict: it is not computed again)")
