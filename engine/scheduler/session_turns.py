@@ -97,8 +97,8 @@ class SessionTurns:
         """Open a lease for a request's whole input. Returns `None` if memory is short.
 
         The lease is that of its session, if that can be used, else a new one. If ending idle
-        sessions makes room, they end in the order of `SessionMemory.evict_oldest`, the request's own
-        last.
+        sessions makes room, they end in the order of `SessionMemory.evict_oldest`, the request's
+        own last.
 
         Args:
             request: has no lease.
