@@ -233,7 +233,9 @@ async def make_world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
             "kvrelay.deploy.nodes.ray_places.find_groups", lambda namespace: dict(world.groups)
         )
         for module in ("worker_adoption", "cluster"):
-            monkeypatch.setattr(f"kvrelay.deploy.controller.{module}.end_left_over", world.end_left_over)
+            monkeypatch.setattr(
+                f"kvrelay.deploy.controller.{module}.end_left_over", world.end_left_over
+            )
         monkeypatch.setattr(Handle, "world", world, raising=False)
         return world
 
