@@ -293,8 +293,8 @@ class ModelExecutor:
     ) -> LogitRows:
         """Launch the forward of its items, and their sampling.
 
-        The order matters: drafts come before masks, which check them; masks are computed beside the
-        forward and awaited behind it; counts follow the masks' wait, and sampling reads all of them.
+        The order matters. Drafts come before masks, which check them. Masks are computed beside the
+        forward and awaited behind it. Sampling comes last: it reads masks and counts.
         """
         items, forward = launched.items, self._streams.forward
         tables = launched.step.page_tables
