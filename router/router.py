@@ -52,6 +52,7 @@ from kvrelay.router.metrics import (
     RouterMetrics,
 )
 from kvrelay.router.operator_door import OperatorDoor
+from kvrelay.router.placement.choose import PlacementRules
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
 from kvrelay.router.placement.worker_link import WorkerLink
@@ -105,8 +106,11 @@ class Router:
             discovery,
             self._make_link,
             KnownPrefixes(config.prefix_index_entries),
-            decodes_alone=config.placement is PlacementMode.ADAPTIVE,
-            itl_target=config.itl_target_seconds,
+            PlacementRules(
+                decodes_alone=config.placement is PlacementMode.ADAPTIVE,
+                itl_target=config.itl_target_seconds,
+                deadline_margin=config.deadline_margin,
+            ),
         )
         self._sessions = Sessions(config, self._metrics, self._fleet.forget_session)
         self._adoption = SessionAdoption(self._sessions, self._fleet, self._metrics)

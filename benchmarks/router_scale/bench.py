@@ -28,6 +28,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.doors.grpc_service import InferenceService
 from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.placement.choose import PlacementRules
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
 from kvrelay.router.placement.worker_link import WorkerLink
@@ -72,7 +73,8 @@ class Bench:
         for _ in range(self.load.routers):
             metrics = RouterMetrics("scripted")
             prefixes = KnownPrefixes(self._config.prefix_index_entries)
-            fleet = Fleet(discovery, functools.partial(self._make_link, prefixes), prefixes)
+            make_link = functools.partial(self._make_link, prefixes)
+            fleet = Fleet(discovery, make_link, prefixes, PlacementRules())
             live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
             texts = Texts(self._tokenizer, 16, threads)
             structured = StructuredOutputs(self._tokenizer, fleet, metrics)

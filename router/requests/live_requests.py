@@ -171,10 +171,7 @@ class LiveRequests:
         num_tokens = len(request.input_ids)
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
         self._grammar_room.check(request, (one.request for one in self._live.values()))
-        placement = self._place(request)
-        failover = Failover(self._fleet, self._config, self._metrics)
-        if placement is not None:
-            placement = failover.place_in_time(request, placement, deadline)
+        placement = self._place(request, deadline)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         stream = OutputStream(request, choices, stopwatch, form)
         patience = Patience(self._config.max_unread_bytes, self._config.read_timeout)
@@ -182,7 +179,7 @@ class LiveRequests:
             request,
             stream,
             Readers(stream, patience),
-            failover,
+            Failover(self._fleet, self._config, self._metrics),
             self._metrics,
             stopwatch,
             self._attempt_numbers,
@@ -196,11 +193,11 @@ class LiveRequests:
             live.start(placement)
         return live
 
-    def _place(self, request: GenerationRequest) -> Placement | None:
+    def _place(self, request: GenerationRequest, deadline: float | None) -> Placement | None:
         """Find workers for its first attempt; None: it must wait for expected workers."""
         demand = Demand.of(request)
         try:
-            return self._fleet.place(demand)
+            return self._fleet.place(demand, deadline)
         except Unavailable as missing:
             if not self._fleet.expects(demand):
                 raise
