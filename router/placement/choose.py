@@ -7,9 +7,9 @@
    worker serves alone; with `decodes_alone`, a decode worker may, too. An aggregated worker that
    is the home of the request's session comes before any pair.
 2. *The order of a role's workers.* The home of the request's session comes first, while it has
-   room. Then a few are weighed by their load and their cached prefix of the prompt (`score`): the least
-   loaded, and those with the longest prefixes. The others follow by load. Workers that an earlier
-   attempt has failed with come last.
+   room. Then a few are weighed by their load and their cached prefix of the prompt (`score`): the
+   least loaded, and those with the longest prefixes. The others follow by load. Workers that an
+   earlier attempt has failed with come last.
 3. *The pair.* The first prefill worker from which a decode worker reads, and the first of those. A
    decode worker near the prefill worker is taken instead if it is about as good. A pair without a
    suspect comes before all others. Where there is no pair, one worker serves alone.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
-from kvrelay.router.generation import GenerationRequest, in_full_on
-from kvrelay.router.placement.known_prefixes import PromptMarks
+from kvrelay.router.generation import GenerationRequest, PromptMarks, in_full_on
 from kvrelay.router.placement.ranking import Candidate
 from kvrelay.wire.worker_info import WorkerRole
 

@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import grpc
 
@@ -18,11 +18,10 @@ from kvrelay.router.placement.estimate import ExpectedPrompts
 from kvrelay.router.placement.known_prefixes import ExpectedMarks, KnownPrefixes
 from kvrelay.router.placement.ranking import Candidate
 from kvrelay.router.placement.sent_prompts import SentPrompt, SentPrompts
-from kvrelay.router.requests.failed_forwards import FORWARD_FAILURES
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
-from kvrelay.wire.output import EngineOutputs, NextTokens, RequestOutput
+from kvrelay.wire.output import EngineOutputs, FailureReason, NextTokens, RequestOutput
 from kvrelay.wire.request_progress import RequestProgress
 from kvrelay.wire.submit import (
     AttachHello,
@@ -41,6 +40,9 @@ _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LONGEST_RETRY_SECONDS = 5.0
+
+FORWARD_FAILURES: Final = {FailureReason.FORWARD_FAILED, FailureReason.FORWARD_FAILED_ALONE}
+"""The causes of an end for which a whole forward has failed, whoever is to blame."""
 
 
 class AttemptListener(Protocol):

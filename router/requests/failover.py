@@ -17,8 +17,9 @@ from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
 from kvrelay.router.placement.demand import Demand
 from kvrelay.router.placement.fleet import Fleet, Placement
+from kvrelay.router.placement.worker_link import FORWARD_FAILURES
 from kvrelay.router.requests.attempt import AttemptFailed, AttemptRetracted
-from kvrelay.router.requests.failed_forwards import FORWARD_FAILURES, FailedForwards
+from kvrelay.router.requests.failed_forwards import FailedForwards
 from kvrelay.wire.output import FailureReason
 from kvrelay.wire.worker_info import WorkerRole
 

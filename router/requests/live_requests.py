@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
-from kvrelay.router.admission.token_limits import TokenLimits
 from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import Overloaded, Unavailable
@@ -20,7 +19,7 @@ from kvrelay.router.notifier import Notifier
 from kvrelay.router.placement.demand import Demand
 from kvrelay.router.placement.fleet import Fleet, Placement
 from kvrelay.router.requests.failover import Failover
-from kvrelay.router.requests.grammar_room import GrammarRoom
+from kvrelay.router.requests.live_limits import GrammarRoom, TokenLimits
 from kvrelay.router.requests.live_request import LiveRequest
 from kvrelay.router.requests.output_choice import Choice
 from kvrelay.router.requests.output_stream import Form, OutputStream
