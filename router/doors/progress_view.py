@@ -46,21 +46,17 @@ class ProgressView:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._viewers = 0
-
-    @property
-    def viewers(self) -> int:
-        """The number of viewers."""
-        return self._viewers
+        self.viewers = 0
+        """The number of viewers, who `watching` counts."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Count a viewer while the context lasts."""
-        self._viewers += 1
+        self.viewers += 1
         try:
             yield
         finally:
-            self._viewers -= 1
+            self.viewers -= 1
             self._tell()
 
     def shown(self) -> list[dict[str, Any]]:
@@ -73,7 +69,7 @@ class ProgressView:
 
     def _tell(self) -> None:
         for link in self._fleet.links:
-            link.watch(on=self._viewers > 0)
+            link.watch(on=self.viewers > 0)
 
     def _attempts(self) -> dict[int, _AttemptProgress]:
         attempts: dict[int, _AttemptProgress] = {}

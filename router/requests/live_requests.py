@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import Overloaded, Unavailable
+from kvrelay.router.errors import Overloaded, RequestError, Unavailable
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
@@ -25,9 +27,13 @@ from kvrelay.router.requests.output_choice import Choice
 from kvrelay.router.requests.output_stream import Form, OutputStream
 from kvrelay.router.requests.output_text import TextStream
 from kvrelay.router.requests.readers import Patience, Readers
-from kvrelay.router.requests.request_log import RequestLog
 from kvrelay.router.requests.request_trace import RequestTrace
+from kvrelay.text.encoding import decode
 from kvrelay.wire.output import RequestOutput
+
+_log = logging.getLogger(__name__)
+_MOST_LOGGED_TOKENS: Final = 4096
+"""The number of tokens of a prompt, or of an output, that are logged: the first ones."""
 
 
 class LiveRequests:
@@ -226,3 +232,41 @@ class LiveRequests:
             live.request.turn.end(live.history, live.generated_on, live.history_digest)
         self._request_log.write(live)
         self._ended.notify_all()
+
+
+class RequestLog:
+    """A log with a line for each request, at level INFO; prompts and outputs are opt-in.
+
+    Args:
+        tokenizer: decodes their tokens.
+        with_prompts: whether to log prompts and outputs, whatever the level of the process's log.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, with_prompts: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_prompts = with_prompts
+        _log.setLevel(logging.INFO if with_prompts else logging.NOTSET)
+
+    def write(self, live: LiveRequest) -> None:
+        """Write the line of a request that has its outcome."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        request, outputs, outcome = live.request, live.output_ids, live.outcome
+        if isinstance(outcome, RequestError):
+            ended = outcome.outcome
+        else:
+            assert outcome is not None, "it has not ended"
+            ended = outcome.choices[0].finish_reason
+        fields: dict[str, object] = {**live.log_fields, "outcome": str(ended)}
+        message = "request %r ended: %s, %d prompt tokens, %d output tokens"
+        said = [request.request_id, ended, len(request.input_ids), sum(map(len, outputs))]
+        if self._with_prompts:
+            fields["prompt"] = self._text(request.input_ids)
+            fields["output"] = [self._text(output) for output in outputs]
+            message += "; prompt %r, output %r"
+            said += [fields["prompt"], fields["output"]]
+        _log.info(message, *said, extra=fields)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        shown = list(token_ids[:_MOST_LOGGED_TOKENS])
+        return decode(self._tokenizer, shown, skip_special_tokens=False)
