@@ -52,7 +52,8 @@ class LiveRequests:
         self._live: dict[tuple[str, str], LiveRequest] = {}  # by `GenerationRequest.id`
         self._metrics = metrics
         self._attempt_numbers = itertools.count(1)
-        self._closing = False
+        self.closing = False
+        """Whether no more requests are admitted, because the router is stopping."""
         self._validating: Counter[str] = Counter()  # by the caller's name
         self._token_limits = TokenLimits(metrics, config.retry_after_ms)
         self._grammar_room = GrammarRoom(
@@ -77,11 +78,6 @@ class LiveRequests:
         """The caller's live request with this id; None: there is none."""
         return self._live.get((caller.name, request_id))
 
-    @property
-    def closing(self) -> bool:
-        """Whether no more requests are admitted, because the router is stopping."""
-        return self._closing
-
     @contextlib.contextmanager
     def slot(self, caller: Caller) -> Iterator[None]:
         """Count one more request of the caller as live while it is validated.
@@ -91,7 +87,7 @@ class LiveRequests:
             Overloaded: `max_live_requests` are live, or being validated.
             Unavailable: the router is stopping.
         """
-        if self._closing:
+        if self.closing:
             raise Unavailable("the router is stopping")
         validating = self._validating[caller.name]
         self._token_limits.check_live(caller, self._live.values(), validating)
@@ -154,7 +150,7 @@ class LiveRequests:
 
     async def close(self, grace_seconds: float) -> None:
         """Admit no more requests, wait for the live ones, fail the rest after the grace."""
-        self._closing = True
+        self.closing = True
         try:
             async with asyncio.timeout(grace_seconds):
                 while self._live:
@@ -171,7 +167,7 @@ class LiveRequests:
         form: Form,
         trace: RequestTrace | None,
     ) -> LiveRequest:
-        if self._closing:
+        if self.closing:
             raise Unavailable("the router is stopping")
         num_tokens = len(request.input_ids)
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
