@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvrelay.router.admission.structured_outputs import FIELD
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 from kvrelay.router.doors.http.fields import Fields, Schema
 from kvrelay.router.errors import InvalidField
+from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.output_parsers.formats import ToolFormat, format_of
 from kvrelay.text.output_parsers.hermes import HermesParser

@@ -9,7 +9,6 @@ from typing import Final
 
 from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TokenPrompt
 from kvrelay.router.admission.served_tokenizer import Texts
-from kvrelay.router.admission.structured_outputs import FIELD
 from kvrelay.router.callers import Caller
 from kvrelay.router.doors.http.answers import Shown
 from kvrelay.router.doors.http.chat_prompt import ChatPrompt, read_chat
@@ -19,6 +18,7 @@ from kvrelay.router.doors.http.logprobs_answer import TokenNames
 from kvrelay.router.doors.http.output_constraints import read_structured
 from kvrelay.router.doors.http.sampling_fields import read_sampling
 from kvrelay.router.errors import InvalidField
+from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.encoding import encode
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.history_digest import FORM, digest_tokens

@@ -50,11 +50,11 @@ from kvrelay.router.doors.http.fields import Fields, parse_body
 from kvrelay.router.doors.http.live_page import LivePage
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
+from kvrelay.router.doors.progress_view import ProgressView
+from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.router.errors import RequestError, Unavailable
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
-from kvrelay.router.request_walks import Walks
-from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.sessions import Sessions
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import decode
@@ -237,7 +237,7 @@ class _Door:
         self._page = LivePage(
             behind.config.model_name,
             behind.info,
-            Walks(behind.fleet),
+            ProgressView(behind.fleet),
             lambda: behind.admission.closing,
             behind.config.read_timeout,
         )

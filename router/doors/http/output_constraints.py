@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvrelay.router.admission.structured_outputs import FIELD
 from kvrelay.router.doors.http.fields import Fields, Schema
 from kvrelay.router.errors import InvalidField
+from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.v1 import inference_pb2
 
 ANY_OBJECT: Final = '{"type": "object"}'

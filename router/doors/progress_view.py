@@ -15,7 +15,7 @@ MOST_SHOWN: Final = 12
 
 
 @dataclass(slots=True)
-class _Walk:
+class _AttemptProgress:
     """One attempt, as its workers report it."""
 
     request_id: str
@@ -30,14 +30,14 @@ class _Walk:
         mine, other = self.by_decode, self.by_prefill
         if mine is not None and (other is None or mine.phase in _LATE):
             return mine.phase
-        assert other is not None, "a walk is made of what a worker says"
+        assert other is not None, "it is made of what a worker says"
         return other.phase
 
 
 _LATE: Final = (RequestPhase.READING, RequestPhase.DECODING)
 
 
-class Walks:
+class ProgressView:
     """A view of the progress of requests, which workers report only while anybody watches.
 
     Args:
@@ -46,58 +46,54 @@ class Walks:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._viewers = 0
-
-    @property
-    def viewers(self) -> int:
-        """The number of viewers."""
-        return self._viewers
+        self.viewers = 0
+        """The number of viewers, who `watching` counts."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Count a viewer while the context lasts."""
-        self._viewers += 1
+        self.viewers += 1
         try:
             yield
         finally:
-            self._viewers -= 1
+            self.viewers -= 1
             self._tell()
 
     def shown(self) -> list[dict[str, Any]]:
         """Some requests, for JSON: those that do not generate yet, and the latest of the others."""
         self._tell()  # workers that have come since
-        walks = self._walks()
-        coming = [n for n in sorted(walks) if walks[n].phase is not RequestPhase.DECODING]
-        others = sorted(walks.keys() - set(coming), reverse=True)
-        return [_as_json(n, walks[n]) for n in sorted([*coming, *others][:MOST_SHOWN])]
+        attempts = self._attempts()
+        coming = [n for n in sorted(attempts) if attempts[n].phase is not RequestPhase.DECODING]
+        others = sorted(attempts.keys() - set(coming), reverse=True)
+        return [_as_json(n, attempts[n]) for n in sorted([*coming, *others][:MOST_SHOWN])]
 
     def _tell(self) -> None:
         for link in self._fleet.links:
-            link.watch(on=self._viewers > 0)
+            link.watch(on=self.viewers > 0)
 
-    def _walks(self) -> dict[int, _Walk]:
-        walks: dict[int, _Walk] = {}
+    def _attempts(self) -> dict[int, _AttemptProgress]:
+        attempts: dict[int, _AttemptProgress] = {}
         for link in self._fleet.links:
             for request_id, progress in link.progress:
-                walk = walks.setdefault(progress.attempt, _Walk(request_id))
+                one = attempts.setdefault(progress.attempt, _AttemptProgress(request_id))
                 if link.endpoint.role is WorkerRole.PREFILL:
-                    walk.prefill, walk.by_prefill = link.endpoint.name, progress
+                    one.prefill, one.by_prefill = link.endpoint.name, progress
                 else:
-                    walk.decode, walk.by_decode = link.endpoint.name, progress
-        return walks
+                    one.decode, one.by_decode = link.endpoint.name, progress
+        return attempts
 
 
-def _as_json(attempt: int, walk: _Walk) -> dict[str, Any]:
+def _as_json(attempt: int, one: _AttemptProgress) -> dict[str, Any]:
     nothing = RequestProgress(attempt, RequestPhase.QUEUED)
-    prefill, decode = walk.by_prefill or nothing, walk.by_decode or nothing
+    prefill, decode = one.by_prefill or nothing, one.by_decode or nothing
     return {
-        "request_id": walk.request_id,
+        "request_id": one.request_id,
         "attempt": attempt,
-        "prefill": walk.prefill,
-        "decode": walk.decode,
-        "phase": walk.phase.value,
+        "prefill": one.prefill,
+        "decode": one.decode,
+        "phase": one.phase.value,
         "pages": max(prefill.pages, decode.pages),
-        "written": max(prefill.written_pages, 0 if walk.prefill else decode.written_pages),
+        "written": max(prefill.written_pages, 0 if one.prefill else decode.written_pages),
         # The two sides report at different moments.
         "announced": max(prefill.announced_pages, decode.pulled_pages),
         "pulled": decode.pulled_pages,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrelay.router.requests.inline_coroutine import MORE, EagerRun
+from kvrelay.router.requests.inline_coroutine import MORE, InlineCoroutine
 
 
 class Counting:
@@ -18,7 +18,7 @@ class Counting:
         self.given: list[int] = []
         self.pauses: list[asyncio.Future[None]] = []
         self.left = False
-        self.run = EagerRun(self.count(5), lambda: len(self.given) == len(self.seen))
+        self.run = InlineCoroutine(self.count(5), lambda: len(self.given) == len(self.seen))
 
     def give(self, number: int) -> None:
         self.given.append(number)
@@ -81,7 +81,7 @@ async def test_what_it_raises_is_raised_where_it_is_run_and_not_where_it_goes_on
         await MORE
         raise ValueError("no")
 
-    run = EagerRun(fail(), lambda: True)
+    run = InlineCoroutine(fail(), lambda: True)
     task = asyncio.create_task(run.end())
     await asyncio.sleep(0)
     run.go_on()
@@ -147,4 +147,4 @@ async def test_its_own_cancellation_is_one_of_who_runs_it():
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await EagerRun(give_up(), lambda: True).end()
+        await InlineCoroutine(give_up(), lambda: True).end()

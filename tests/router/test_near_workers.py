@@ -12,10 +12,10 @@ from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.worker_info import WorkerRole
 
 from .cluster import collect, running
-from .test_affinity import Workers, pages_of
-from .test_affinity import candidate as roomy
 from .test_known_prefixes import PAGE_SIZE, info_of, marks
 from .test_placement import candidate, chosen, placer
+from .test_worker_order import Workers, pages_of
+from .test_worker_order import candidate as roomy
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.router.requests.merge import TokenMerge
+from kvrelay.router.requests.output_choice import TokenMerge
 from kvrelay.wire.output import SampledToken
 
 

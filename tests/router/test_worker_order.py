@@ -8,14 +8,15 @@ from collections.abc import Iterable
 
 import pytest
 
+from kvrelay.router.placement.chosen import Chosen
 from kvrelay.router.placement.demand import Demand
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
-from kvrelay.router.placement.pairing import Placer, WorkerPair
 from kvrelay.router.placement.ranking import Candidate
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.worker_info import WorkerRole
 
+from .ready import Ready
 from .test_known_prefixes import PAGE_SIZE, info_of, marks, prompt_of
 
 PREFILL, DECODE, AGGREGATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.AGGREGATED
@@ -42,21 +43,21 @@ class Workers:
 
     def __init__(self) -> None:
         self.prefixes = KnownPrefixes(10_000)
-        self.placer = Placer(self.prefixes)
+        self.ready = Ready(self.prefixes)
 
     def put(self, role: WorkerRole, one: Candidate, *cached: int) -> Workers:
         """A worker as it is now, that has the prefix of these pages."""
         update = PrefixUpdate(0, PAGE_SIZE, begins=True, stored=marks(*cached))
         self.prefixes.take(info_of(one.incarnation, role), update)
-        self.placer.put(role, one)
+        self.ready.put(role, one)
         return self
 
     def chosen(self, *pages: int, suspects: str = "", namespace: str = "") -> tuple[str, str]:
         prompt = prompt_of(*pages)
         marks = self.prefixes.marks_of(prompt, namespace)
         tokens = len(prompt)
-        pair = self.placer.choose(Demand(tokens, tokens + 8, frozenset(suspects.split()), marks))
-        assert isinstance(pair, WorkerPair)
+        pair = self.ready.choose(Demand(tokens, tokens + 8, frozenset(suspects.split()), marks))
+        assert isinstance(pair, Chosen)
         return pair.prefill.worker if pair.prefill else "", pair.decode.worker
 
 
@@ -132,7 +133,7 @@ def test_who_cannot_hold_the_request_is_suspect_or_is_refused_is_not_chosen_for_
     )
     assert workers.chosen(*pages_of(10), suspects="suspect") == ("other", "d")
     assert workers.chosen(*pages_of(10)) == ("suspect", "d")
-    workers.placer.drop(PREFILL, "other")
+    workers.ready.drop(PREFILL, "other")
     assert workers.chosen(*pages_of(10), suspects="suspect") == ("suspect", "d")
 
 
@@ -149,7 +150,7 @@ def test_those_that_cannot_be_chosen_hide_nobody_who_has_the_prefix() -> None:
     workers = Workers().put(DECODE, candidate("d"))
     for number in range(8):
         workers.put(PREFILL, candidate(f"gone{number}"), *pages_of(10))
-        workers.placer.drop(PREFILL, f"gone{number}")
+        workers.ready.drop(PREFILL, f"gone{number}")
         workers.put(PREFILL, candidate(f"small{number}", pool_tokens=100), *pages_of(10))
         workers.put(PREFILL, candidate(f"suspect{number}"), *pages_of(10))
         workers.put(PREFILL, candidate(f"idle{number}"))
@@ -180,7 +181,7 @@ def test_one_hot_prefix_does_not_pile_all_requests_on_one_worker() -> None:
         workers.prefixes.expect(chosen, known)
         for name in names:  # what each computes until the next request comes
             backlog[name] = max(0, backlog[name] - rng.randint(50, 90))
-            workers.placer.put(PREFILL, candidate(name, backlog=backlog[name]))
+            workers.ready.put(PREFILL, candidate(name, backlog=backlog[name]))
     assert min(placed[name] for name in names) > 60
     # A worker without the prefix takes requests before another one has twice that more to do.
     assert apart <= (2 * 20 + 24) * PAGE_SIZE
