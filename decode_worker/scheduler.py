@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, assert_never
@@ -19,7 +20,6 @@ from kvrelay.decode_worker.hand_over_stream import (
     StreamLost,
 )
 from kvrelay.decode_worker.hand_overs import HandOvers
-from kvrelay.decode_worker.heartbeats import Heartbeats
 from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.pulls import PagesHashed, PullEnded, Pulls
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
@@ -38,38 +38,87 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
 from kvrelay.engine.scheduler.outbox import Sink
+from kvrelay.engine.scheduler.periodic_check import CHECKS_IN_TIMEOUT, PeriodicCheck
 from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
+from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.kv_transfer.transfers import MOST_DEAD, Transfers
 from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.wire.hand_over import Heartbeat
 from kvrelay.wire.load import PeerTransport, WorkerLoad
-from kvrelay.wire.output import EndReason, RequestEnd
+from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.request_progress import RequestProgress
+
+
+class Heartbeats:
+    """The heartbeats to the prefill workers that requests wait for.
+
+    Args:
+        context: the worker's requests.
+        requests: sends the heartbeats, and ends requests.
+        pulls: knows the reads that do not end.
+        timeout: seconds after which a silent prefill worker is given up.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[DecodeRequest],
+        requests: DecodeRequests,
+        pulls: Pulls,
+        timeout: float,
+    ) -> None:
+        self._context = context
+        self._requests = requests
+        self._pulls = pulls
+        self._timeout = timeout
+        self.check = PeriodicCheck(timeout / CHECKS_IN_TIMEOUT)
+        """The timer of the heartbeats."""
+
+    def send_or_give_up(self) -> None:
+        """Send heartbeats if they are due, and fail requests whose peer or read takes too long.
+
+        A prefill worker answers each heartbeat, so one that has been silent for long is lost. A
+        stream that is not open yet waits for a handshake, which has time-outs of its own.
+        """
+        now = time.monotonic()
+        if not self.check.is_due(now):
+            return
+        for request in list(self._context.requests.values()):
+            if not isinstance(request, HandedOverRequest) or not request.stream.is_open:
+                continue
+            if request.hand_over.state is DecodeState.VALID:
+                continue
+            if now - request.stream.sequencer.heard_at > self._timeout:
+                error = f"{request.peer} was silent for {self._timeout:g} s"
+                self._requests.fail(request, FailureReason.PEER_LOST, error)
+            elif not self._pulls.fail_if_stuck(request, now):
+                self._requests.send(request, Heartbeat())
+
 
 DecodeMessage: TypeAlias = (
     PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed | AgentReadable | LentHashed
 )
-"""What the decode scheduler takes beside the commands that every scheduler takes."""
+"""The messages of the decode scheduler, beside the commands that every scheduler takes."""
 
 _COMPUTES_NO_PROMPTS = "this decode worker was started with --placement disaggregated"
 
 
 class DecodeScheduler:
-    """Takes prompts over, or computes them, and generates; the `Scheduler` of a decode worker.
+    """The `Scheduler` of a decode worker: takes prompts over, or computes them, and generates.
 
-    A request waits without memory, is asked for by its prefill worker, reserves
-    its whole prompt if what others are expected to generate still fits beside it,
-    pulls pages as they are announced, is activated when the prefill side confirms
-    that it held them all along, and then gains tokens step by step. If memory runs
-    short after all, the request with the least to lose is retracted, and its router
+    A request waits without memory until its prefill worker asks for it. Then it reserves its whole
+    prompt, if the expected growth of others still fits beside it. It pulls pages as they are
+    announced. It is activated when the prefill side confirms that it held them all along, and then
+    gains tokens step by step.
+
+    If memory runs short after all, the request with the least to lose is retracted, and its router
     submits it again.
 
-    A request without a prefill worker waits in the same queue, reserves as much at
-    once, and is computed here, chunk by chunk, beside those that generate.
+    A request without a prefill worker waits in the same queue and reserves as much at once. It is
+    computed here, chunk by chunk, beside those that generate.
 
-    ``DecodeScheduler`` uses ``Grants``, ``HandOvers`` and ``Heartbeats``, the latter two
-    and the scheduler itself use ``Pulls``, and all use ``DecodeRequests``, never the other way
-    round.
+    ``DecodeScheduler`` uses ``Grants``, ``HandOvers`` and ``Heartbeats``. The latter two and the
+    scheduler itself use ``Pulls``. All use ``DecodeRequests``, never the other way round.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -103,7 +152,7 @@ class DecodeScheduler:
         self._running = self._requests.running
         self._steps = self._requests.steps
         self._probes: dict[str, PeerTransport] = {}
-        """The latest of each prefill worker that lives."""
+        """The latest probe of each prefill worker that lives."""
         self._histories = LentHistories(
             context,
             self._requests,
@@ -138,10 +187,10 @@ class DecodeScheduler:
         )
         self.heartbeats = Heartbeats(context, self._requests, self._pulls, timeout)
         self._dead: deque[str] = deque(maxlen=MOST_DEAD)
-        """Prefill workers of which a probe may still be reported, too late."""
+        """Dead prefill workers, for which a late probe may still be reported."""
 
     def submit(self, command: Submit) -> None:
-        """Let a new request wait: until it is asked for, or until there is room to compute it."""
+        """Queue a new request, until its prefill worker asks or there is room to compute it."""
         request = self._make(command)
         if not self._context.register(request, request.most_tokens):
             return
@@ -168,7 +217,7 @@ class DecodeScheduler:
         self._agent.confirm_death(incarnation)
 
     def handle(self, message: DecodeMessage) -> None:
-        """Take what concerns a hand-over stream or a read."""
+        """Take a message of a hand-over stream or a read."""
         match message:
             case PullEnded():
                 self._pulls.pull_ended(message)
@@ -192,12 +241,12 @@ class DecodeScheduler:
         self.heartbeats.send_or_give_up()
 
     def admit(self) -> None:
-        """Reserve memory for what prefill workers have asked for, and grant it."""
+        """Reserve memory for the requests that prefill workers have asked for, and grant it."""
         self._grants.reserve_and_grant()
         self._histories.serve()
 
     def schedule(self) -> Sequence[Scheduled[DecodeRequest]]:
-        """Allocate the next token of all that generate, and chunks of prompts beside them."""
+        """Allocate the next token of all requests that generate, and prompt chunks beside them."""
         return self._steps.schedule()
 
     def process_step_output(self, item: Scheduled[DecodeRequest], output: StepOutput) -> None:
@@ -217,7 +266,7 @@ class DecodeScheduler:
     def load(self) -> WorkerLoad:
         """Count requests, prompt tokens that are not here yet, and expected growth.
 
-        What is expected to be cached takes room, and need not be computed.
+        Tokens that are expected to be cached take room, but need not be computed.
         """
         requests = self._context.requests.values()
         to_read = [r.input_len for r in requests if r.peer and not r.kv_written_len]
@@ -235,7 +284,7 @@ class DecodeScheduler:
         )
 
     def progress(self) -> Iterator[tuple[DecodeRequest, RequestProgress]]:
-        """How far each request has come: what was read, computed and generated."""
+        """Yield how far each request has come: what was read, computed and generated."""
         shape = self._context.kv_cache.shape
         for request in self._context.requests.values():
             pages = shape.pages_for(request.input_len)
