@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 from kvrelay.deploy.bounded_waits import finished
-from kvrelay.deploy.controller.changes.drain_turns import DrainTurns
-from kvrelay.deploy.controller.changes.draining import Drains
+from kvrelay.deploy.controller.changes.replacing import Rolling
+from kvrelay.deploy.controller.changes.resizing import Scaling
 from kvrelay.deploy.controller.changes.role_configs import WorkerConfigs
-from kvrelay.deploy.controller.changes.workforce import Workforce
-from kvrelay.deploy.controller.controller_metrics import ControllerMetrics
-from kvrelay.deploy.controller.membership import Membership
-from kvrelay.deploy.controller.operators.admin_service import DrainStep, RollOrder, ScaleStep
-from kvrelay.deploy.controller.operators.cluster_report import state_of
-from kvrelay.deploy.controller.records.death_notices import RecordedDeaths
+from kvrelay.deploy.controller.changes.workforce import DrainTurns, Workforce
+from kvrelay.deploy.controller.cluster_report import state_of
+from kvrelay.deploy.controller.records.deaths import RecordedDeaths
 from kvrelay.deploy.controller.records.journal import Journal
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore, KeyValueStore
 from kvrelay.deploy.controller.records.leadership import Leadership
 from kvrelay.deploy.controller.records.leases import Leases
-from kvrelay.deploy.controller.records.records import ClusterPhase, Started, WorkerRecord
-from kvrelay.deploy.controller.supervisor import WorkerSupervisor
-from kvrelay.deploy.controller.worker_adoption import WorkerAdoption
+from kvrelay.deploy.controller.records.records import ClusterPhase, WorkerRecord
+from kvrelay.deploy.controller.supervision.controller_metrics import ControllerMetrics
+from kvrelay.deploy.controller.supervision.membership import Membership
+from kvrelay.deploy.controller.supervision.supervisor import WorkerSupervisor
+from kvrelay.deploy.controller.supervision.worker_adoption import WorkerAdoption
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.left_over import end_left_over
 from kvrelay.deploy.nodes.ray_places import PlacementPlan, RayPlaces
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.options.listen_address import Address
 from kvrelay.engine.config import WorkerConfig
@@ -41,6 +41,11 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 _CONTROLLER_LEASE_SECONDS: Final = 15.0
+BROKEN: Final = 74
+"""The exit status of a process that can no longer supervise its workers.
+
+Ray takes it for a crash and starts another controller.
+"""
 
 
 class Cluster:
@@ -95,19 +100,29 @@ class Cluster:
         model = configs[0].model_name if configs else ""
         self.metrics = ControllerMetrics(model, self.discovery, self._wanted_roles)
         """Metrics of the workers' starts, drains and ends."""
-        drains = Drains(*(self._members, self._supervisors, lambda: self._written, self.metrics))
-        self._turns = DrainTurns(self._members, lambda: drains.staying)
-        self.workforce = Workforce(
+        self.workforce = workforce = Workforce(
             configs=self._configs,
             members=self._members,
             supervisors=self._supervisors,
-            drains=drains,
             placement=self._placement,
             metrics=self.metrics,
             journal=lambda: self._written,
             supervisor_of=self._supervisor_of,
         )
-        """The part that scales, rolls and drains workers on request."""
+        """The part that adds and drains workers."""
+        self._scaling = Scaling(workforce, lambda: self._written)
+        self._rolling = Rolling(
+            workforce,
+            self._configs,
+            lambda: self._written,
+            self.metrics,
+            lambda: self._scaling.is_running,
+        )
+        # What `Administrator` and `Watcher` name, and a part of the cluster does.
+        self.drain = workforce.drain
+        self.scale = self._scaling.scale
+        self.roll = self._rolling.roll
+        self.turn_to_drain = DrainTurns(self._members, lambda: workforce.staying).turn
         self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
@@ -173,7 +188,8 @@ class Cluster:
         if self._leases is not None and not await self._leads(self._leases):
             self._on_deposed()
             return
-        await self.workforce.stop()
+        await self._scaling.stop()
+        await self._rolling.stop()
         if self._journal is not None:
             await self._journal.write_cluster(phase=ClusterPhase.STOPPING)
         supervisors = self._supervisors.copy()
@@ -185,7 +201,8 @@ class Cluster:
             self._placement.release()
             self._members.clear()
         if self._journal is not None:
-            await end_left_over(self._plan.namespace, tuple(self._journal.workers.values()))
+            left = {name: one.process for name, one in self._journal.workers.items()}
+            await end_left_over(self._plan.namespace, left)
             await self._journal.clear()
         self._leadership.end()
         for failure in failures:
@@ -197,18 +214,6 @@ class Cluster:
         if leases.is_given_up or self._journal is None:  # in the latter case there are none yet
             return not leases.is_given_up
         return await self._leadership.is_latest(leases)
-
-    def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase; see `Administrator`."""
-        return self.workforce.drain(worker, remove=remove)
-
-    def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
-        """Add and remove workers, and yield each phase; see `Administrator`."""
-        return self.workforce.scale(wanted)
-
-    def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
-        """Replace all workers, and yield each phase; see `Administrator`."""
-        return self.workforce.roll(order)
 
     async def shift(self, successor: str) -> None:
         """Let routers send new requests elsewhere; see `Administrator`."""
@@ -228,7 +233,9 @@ class Cluster:
         assert leases is not None
         return state_of(
             self._name,
-            *(journal, leases, self._members),
+            journal,
+            leases,
+            self._members,
             uptime_seconds=time.monotonic() - self._made,
         )
 
@@ -286,10 +293,6 @@ class Cluster:
         await self._written.remove_worker(name)
         self._placement.give_back(name)
         self._members.notify()
-
-    def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
-        """Wait until few enough other workers of its role drain or are missing."""
-        return self._turns.turn(info)
 
     def _wanted_roles(self) -> list[WorkerRole]:
         """Return the roles of the workers that are to stay; any thread may call this."""
@@ -370,7 +373,11 @@ class Cluster:
         """Take over the previous controller's workers, and finish what it had begun."""
         adoption = WorkerAdoption(journal, self._placement, self._plan.namespace)
         await adoption.run(self._configs.of_record, self._supervise, self._told.was_known)
-        self.workforce.resume(adoption.reserved)
+        self.workforce.reserved = adoption.reserved
+        if journal.cluster.change is not None:
+            self._scaling.resume(journal.cluster.change)
+        if journal.cluster.roll is not None:
+            self._rolling.resume(journal.cluster.roll)
 
     @property
     def _told(self) -> RecordedDeaths:
@@ -383,3 +390,12 @@ class Cluster:
         """The journal, which a successor reads."""
         assert self._journal is not None, "the cluster was not started"
         return self._journal
+
+
+def end_broken_process() -> None:
+    """End this process at once, because nothing renews its workers' leases any more.
+
+    A detached controller's next process takes the workers over; those of `kvrelay serve` end.
+    """
+    logging.shutdown()
+    os._exit(BROKEN)

@@ -13,8 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from kvrelay.deploy.controller.broken_process import end_broken_process
-from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.cluster import Cluster, end_broken_process
 from kvrelay.deploy.controller.controller_spec import FAILED, SPEC, WHERE, ControllerSpec
 from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
 from kvrelay.deploy.controller.records.key_value_store import KeyValueStore

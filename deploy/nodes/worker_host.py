@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from kvrelay.deploy.controller.records.records import Started
 from kvrelay.deploy.logs import add_to_log, set_up_log
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.numa import NumaHome, keep_to_one_node
 from kvrelay.deploy.nodes.on_node import on_this_node
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.deploy.stop_signals import TermSignal
@@ -233,7 +233,7 @@ class WorkerHost:
             worker.lease.renew(renewal)
         return worker.lease.stamp()
 
-    async def drain(self, incarnation: str) -> None:
+    async def begin_drain(self, incarnation: str) -> None:
         """Begin to drain the worker; when that is done, the process ends by itself.
 
         SIGTERM does the same. Does nothing in a process that is not this incarnation's.

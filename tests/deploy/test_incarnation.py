@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.deploy.controller.incarnation import Incarnation
 from kvrelay.deploy.controller.records.leases import Leases, LeaseTimes
-from kvrelay.deploy.controller.records.records import Started
-from kvrelay.deploy.controller.watcher import Watcher
+from kvrelay.deploy.controller.supervision.incarnation import Incarnation
+from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.nodes.worker_host import WorkerHost

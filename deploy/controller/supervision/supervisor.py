@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from kvrelay.deploy.bounded_waits import Pauses, is_done_within
-from kvrelay.deploy.controller.incarnation import Incarnation
 from kvrelay.deploy.controller.records.leases import Leases
-from kvrelay.deploy.controller.records.records import Started, WorkerRecord
-from kvrelay.deploy.controller.watcher import Watcher
+from kvrelay.deploy.controller.records.records import WorkerRecord
+from kvrelay.deploy.controller.supervision.incarnation import Incarnation
+from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.start_bound import start_seconds
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.deploy.nodes.worker_process import WorkerProcess
@@ -116,7 +117,7 @@ class WorkerSupervisor:
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
-    async def drain(self, *, remove: bool) -> None:
+    async def begin_drain(self, *, remove: bool) -> None:
         """Begin to drain the worker, whose process then ends; the watcher is told.
 
         A second drain changes nothing, except that the worker can still be removed. Raises
@@ -128,7 +129,7 @@ class WorkerSupervisor:
         assert self._life is not None
         before, self.removing = self.removing, self.removing or remove
         try:
-            await self._life.drain()
+            await self._life.tell_to_drain()
         except BaseException as error:
             self.removing = before
             if not isinstance(error, ray.exceptions.RayError):
@@ -222,7 +223,7 @@ class WorkerSupervisor:
         while True:
             if drains and not lost:
                 with contextlib.suppress(ClusterError):
-                    await self.drain(remove=self.removing)
+                    await self.begin_drain(remove=self.removing)
             if not lost:
                 reason = await life.lost()
                 self._watcher.worker_lost(life.info)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from kvrelay.deploy.controller.changes.replacement_order import Roll
-from kvrelay.deploy.controller.membership import Membership
 from kvrelay.deploy.controller.records.journal import Journal
 from kvrelay.deploy.controller.records.leases import Leases
+from kvrelay.deploy.controller.records.ordered_changes import Roll
 from kvrelay.deploy.controller.records.records import WorkerRecord
+from kvrelay.deploy.controller.supervision.membership import Membership
 from kvrelay.wire.cluster_state import ClusterState, RollState, WorkerPhase, WorkerState
 
 
