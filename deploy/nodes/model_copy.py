@@ -15,15 +15,17 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ModelError
 from kvrelay.deploy.nodes.converted import locked, sha256_of
 from kvrelay.deploy.nodes.local_ray import NodeAffinitySchedulingStrategy, ray
-from kvrelay.deploy.nodes.models import CHECKPOINT_FILES
+from kvrelay.deploy.nodes.models import CHECKPOINT_FILES, ModelFolder
 from kvrelay.deploy.nodes.ray_places import check_name_is_free, name_is_taken
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity
+from kvrelay.deploy.start_progress import StartProgress
 
 SOURCE: Final = "model-source"
 """The actor's name, in the cluster's namespace."""
@@ -42,6 +44,21 @@ def files_of(checkpoint: Path) -> Files:
     names = (path.name for path in sorted(checkpoint.iterdir()) if path.is_file())
     wanted = (name for name in names if any(fnmatch.fnmatch(name, one) for one in CHECKPOINT_FILES))
     return {name: sha256_of(checkpoint / name) for name in wanted}
+
+
+def with_digests(model: ModelFolder, progress: StartProgress) -> ModelFolder:
+    """Return the model with the digests of its files, by which nodes recognise a copy."""
+    with progress.step("model", f"{model.name}: reading its digests") as step:
+        files = files_of(model.path)
+        drafts = {} if model.draft_path is None else files_of(model.draft_path)
+        step.say("nodes that lack it get a copy")
+    return replace(model, files=files, draft_files=drafts)
+
+
+def checkpoints_of(model: ModelFolder) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints of a model that has the digests of its files."""
+    draft = () if model.draft_path is None else ((model.draft_path, model.draft_files),)
+    return ((model.path, model.files), *draft)
 
 
 class ModelSource:
