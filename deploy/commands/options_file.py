@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvrelay.deploy.options.option_types import MemoryParam, SizeParam, SwitchParam
+from kvrelay.deploy.options.option_types import MEMORY, SIZE, SWITCH
 
 _TOML_NAMES = {
     bool: "a boolean",
@@ -77,8 +77,8 @@ def _toml_types(option: click.Option) -> tuple[type, ...]:
         return (int,)
     if isinstance(option.type, click.types.FloatParamType):
         return (float, int)
-    if isinstance(option.type, SizeParam | MemoryParam):
+    if option.type in (SIZE, MEMORY):
         return (int, str)
-    if isinstance(option.type, SwitchParam):
+    if option.type is SWITCH:
         return (bool, str)
     return (str,)

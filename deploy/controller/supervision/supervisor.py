@@ -15,19 +15,21 @@ from kvrelay.deploy.controller.supervision.incarnation import Incarnation
 from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray
-from kvrelay.deploy.nodes.start_bound import start_seconds
 from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.deploy.nodes.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
+from kvrelay.engine.worker.weights_read import weight_bytes
 from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 10.0
 _PROGRESS_SECONDS: Final = 1.0
 """The time between two reports of a starting worker's progress."""
+SLOWEST_BYTES_PER_SECOND: Final = 50e6
+"""The lowest rate at which a usable disk reads weights."""
 
 
 class WorkerSupervisor:
@@ -289,3 +291,8 @@ class WorkerSupervisor:
         """Log, as critical, that the worker is no longer supervised, unless that was requested."""
         if not following.cancelled() and (error := following.exception()) is not None:
             _log.critical("%s is no longer supervised", self.name, exc_info=error)
+
+
+def start_seconds(config: WorkerConfig) -> float:
+    """Return the time for a start: the option, plus reading all weights at that rate."""
+    return config.start_timeout + weight_bytes(config) / SLOWEST_BYTES_PER_SECOND
