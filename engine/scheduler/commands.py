@@ -38,19 +38,19 @@ class Dropped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Misdirected:
-    """A call was refused: it was meant for another incarnation of this worker."""
+    """A call that was refused because it was meant for another incarnation of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A router's stream has opened."""
+    """A router's stream, which has opened."""
 
     link: RouterLink
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """A router's stream has ended: cancel its requests here."""
+    """A router's stream, which has ended: cancel its requests here."""
 
     link: RouterLink
 
@@ -62,51 +62,51 @@ class Submit:
     link: RouterLink
     key: RequestKey
     input_ids: tuple[int, ...]
-    """The prompt, and what an earlier attempt has emitted."""
+    """The prompt, and the tokens that an earlier attempt has emitted."""
     prompt_len: int
-    """Of `input_ids`, the prompt."""
+    """The number of prompt tokens in `input_ids`."""
     sampling: SamplingParams
     stops: StopConditions
     choices: tuple[int, ...] = (0,)
-    """The outputs of the one prompt that are wanted; one, if any was emitted before."""
+    """The outputs that are wanted of the prompt; only one, if an earlier attempt emitted tokens."""
     prompt_logprobs: int | None = None
     speculate: bool = True
     priority: int = 0
     arrived: float = field(default_factory=time.monotonic)
-    """When a router took it, by this worker's clock."""
+    """The moment at which a router took it, by this worker's clock."""
     prefill: WorkerAddress | None = None
-    """To a decode worker: who computes the prompt; None: it does so itself."""
+    """For a decode worker: the worker that computes the prompt; None: it computes it itself."""
     namespace: str = ""
-    """Of the prefix index."""
+    """The namespace of the prefix index."""
     alone: bool = False
-    """It may break the forward that it is in."""
+    """Whether to compute it alone, because it may break the forward that it is in."""
     cached_tokens: int = 0
-    """Of the input, that the router expects the worker to have."""
+    """Input tokens that the router expects the worker to have in its cache."""
     grammar: Future[Any] | None = None
-    """Its compiled grammar: held, so that it is there when the first mask needs it."""
+    """The compiled grammar, held so that it is there when the first mask needs it."""
     session: KeptSession | None = None
-    """Whose turn it is."""
+    """The session that this is a turn of."""
     trace: AttemptTrace | None = None
-    """Of a request that is traced."""
+    """The trace of the request, if it is traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request, all choices of it. Unknown keys are ignored: it may just have ended."""
+    """The end of a request with all its choices. Unknown keys are ignored."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
 class TellPrefixes:
-    """A router has missed what it was told of the prefix index: tell it all anew."""
+    """A router's request for all prefixes of the index, because it has missed an update."""
 
     link: RouterLink
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetSession:
-    """A router's session has ended, or goes on elsewhere: keep nothing of it."""
+    """The end of a router's session, which may go on elsewhere: keep nothing of it."""
 
     link: RouterLink
     session: str
@@ -114,7 +114,7 @@ class ForgetSession:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Somebody watches a router's requests, or nobody does any more."""
+    """A change of whether a client watches a router's requests."""
 
     link: RouterLink
     on: bool
@@ -122,66 +122,67 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The process of another worker is confirmed to be gone."""
+    """The confirmed death of another worker's process."""
 
     incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Run a pass of the loop, for instance because a fence has passed."""
+    """A request for a pass of the loop, for instance because a fence has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Show the memory manager between two passes. An answer shows that the loop is alive."""
+    """A look at the memory manager between two passes; the answer proves that the loop is alive."""
 
     look: Callable[[KVCacheManager], object]
-    """Called on the engine thread; changes nothing."""
+    """The function that looks, called on the engine thread; it must change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class FindHistory:
-    """A router looks for the history of a session that another one had."""
+    """A router's search for the history of a session that another router had."""
 
     owner: str
-    """Whose it must be."""
+    """The owner that the history must have."""
     digest: str
     answer: Callable[[array[int] | None], object]
-    """Called on the engine thread, with its tokens or None."""
+    """The function that gets its tokens or None, called on the engine thread."""
     is_wanted: Callable[[], bool] = lambda: True
-    """Whether anybody still waits for the answer."""
+    """Whether the answer is still wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no more requests: retract those that still come. Those that are here go on."""
+    """A drain: retract new requests, and let those that are here go on."""
 
     on_drained: Callable[[], object]
-    """Called once, on the engine thread: no request is left, and no forward runs."""
+    """Called once, on the engine thread, when no request is left and no forward runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetractForDrain:
-    """Retract the requests that can go on elsewhere. Follows a `Drain`, after its grace."""
+    """A retraction of all requests that can go on elsewhere. Follows a `Drain`, after its grace."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """End the engine, because something else hangs. Routers are told first."""
+    """An end of the engine because something else hangs. Routers are told first."""
 
     reason: str
     hanging_step: int | None
-    """The number of the forward that hangs, whose requests may be the cause; None: none does."""
+    """The number of the forward that hangs, and whose requests may be the cause; None: none
+    hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the engine's loop."""
+    """The end of the engine's loop."""
 
 
 RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes | ForgetSession | Watch
-"""What routers cause."""
+"""The commands that routers cause."""
 Command: TypeAlias = (
     RouterCommand
     | Misdirected
@@ -194,7 +195,7 @@ Command: TypeAlias = (
     | GiveUp
     | Stop
 )
-"""What the engine's loop takes from other threads, whatever the worker's role."""
+"""The commands that the engine's loop takes from other threads, whatever the worker's role."""
 
 MessageT = TypeVar("MessageT")
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
@@ -204,7 +205,7 @@ class Mailbox(Protocol[MessageT_contra]):
     """The end of an inbox that messages are posted to."""
 
     def post(self, message: MessageT_contra, /) -> None:
-        """Add a message; any thread."""
+        """Add a message; from any thread."""
         ...
 
 
@@ -219,11 +220,11 @@ class Inbox(Generic[MessageT]):
         return len(self._messages)
 
     def __iter__(self) -> Iterator[MessageT]:
-        """The messages that wait, in order; they stay. For tests."""
+        """Iterate over the waiting messages, in order, without taking them. For tests."""
         return iter(list(self._messages))
 
     def post(self, message: MessageT, /) -> None:
-        """Add a message; any thread."""
+        """Add a message; from any thread."""
         with self._posted:
             self._messages.append(message)
             self._posted.notify()
