@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,18 @@ _TOML_NAMES = {
     float: "a number",
     str: "a string",
 }
+
+
+def with_config_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--config``, a file of its other options."""
+    return click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=load_defaults,
+        help="A TOML file with these options by name; an option on the command line wins.",
+    )(command)
 
 
 def load_defaults(ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:

@@ -6,13 +6,12 @@ import asyncio
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvrelay.deploy.command_errors import with_clear_errors
-from kvrelay.deploy.commands.options_file import load_defaults
+from kvrelay.deploy.commands.options_file import with_config_file
 from kvrelay.deploy.commands.serve_text import headline
 from kvrelay.deploy.logs import level_of
 from kvrelay.deploy.nodes.models import ModelFolder, find_model
@@ -29,14 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
-@click.option(
-    "--config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=load_defaults,
-    help="A TOML file with these options by name; an option on the command line wins.",
-)
+@with_config_file
 @declared_options(UpOptions, UP_OPTIONS)
 @with_clear_errors
 def up(*, debug: bool, **options: Any) -> None:

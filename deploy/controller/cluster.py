@@ -16,7 +16,7 @@ from kvrelay.deploy.controller.changes.resizing import Scaling
 from kvrelay.deploy.controller.changes.role_configs import WorkerConfigs
 from kvrelay.deploy.controller.changes.workforce import DrainTurns, Workforce
 from kvrelay.deploy.controller.cluster_report import state_of
-from kvrelay.deploy.controller.records.deaths import RecordedDeaths
+from kvrelay.deploy.controller.records.deaths import Deaths
 from kvrelay.deploy.controller.records.journal import Journal
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore, KeyValueStore
 from kvrelay.deploy.controller.records.leadership import Leadership
@@ -85,7 +85,7 @@ class Cluster:
         self._progress = {config.name: 0.0 for config in configs}
         """The share of weights read, by worker name, while workers start for the first time."""
         self._members = Membership()
-        self._deaths: RecordedDeaths | None = None
+        self._deaths: Deaths | None = None
         self._plan = plan or PlacementPlan()
         self._placement = RayPlaces(self._plan)
         self._name = self._plan.namespace.rpartition("/")[2]
@@ -158,7 +158,7 @@ class Cluster:
                 self._configs.first, _CONTROLLER_LEASE_SECONDS
             )
             self._journal, before = await Journal.take_over(self._store, leases)
-            self._deaths = RecordedDeaths(self._journal, before.deaths if before else ())
+            self._deaths = Deaths(self._journal, before.deaths if before else ())
             self._add_started()
             self._members.shift_to(self._journal.cluster.successor)
             self.took_over = before is not None and before.cluster.phase is ClusterPhase.SERVING
@@ -380,7 +380,7 @@ class Cluster:
             self._rolling.resume(journal.cluster.roll)
 
     @property
-    def _told(self) -> RecordedDeaths:
+    def _told(self) -> Deaths:
         """The record of deaths that workers are told of."""
         assert self._deaths is not None, "the cluster was not started"
         return self._deaths

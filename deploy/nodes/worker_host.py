@@ -47,7 +47,7 @@ class HostedWorker(Protocol):
     async def stop(self) -> None:
         """End every request and free everything."""
 
-    def drain(self) -> None:
+    def begin_drain(self) -> None:
         """Take no more requests; finish the present ones, or let other workers take them over."""
 
     async def draining(self) -> None:
@@ -240,7 +240,7 @@ class WorkerHost:
         """
         worker = self._worker_of(incarnation)
         if worker is not None:
-            worker.drain()
+            worker.begin_drain()
 
     async def draining(self, incarnation: str) -> bool:
         """Wait until the worker drains, for any reason.
@@ -346,7 +346,7 @@ class WorkerHost:
         await self.sigterm.received()
         if self._worker is not None and not self._stopping:
             _log.warning("SIGTERM: the worker drains")
-            self._worker.drain()
+            self._worker.begin_drain()
             await self.sigterm.received()
         os._exit(128 + signal.SIGTERM)
 

@@ -3,56 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from kvrelay.deploy.controller.records.journal import Journal
 
 
 class Deaths:
-    """The deaths that some workers do not know of.
+    """The deaths that some workers do not know of, which a successor of this controller finds.
 
     A death is kept until every worker that lived at that time has been told of it, or has died as
-    well.
-
-    A worker that starts later shares nothing with the dead, so it need not be told. Workers are
-    named by incarnation.
-    """
-
-    def __init__(self) -> None:
-        self._untold: dict[str, dict[str, None]] = {}
-        """For each living worker, the dead that it has not been told of, the oldest first."""
-
-    def add_worker(self, worker: str) -> None:
-        """Begin to keep all later deaths for this worker."""
-        self._untold.setdefault(worker, {})
-
-    def add_death(self, dead: str) -> None:
-        """Add the death of a worker, whose process has ended."""
-        self._untold.pop(dead, None)
-        for untold in self._untold.values():
-            untold[dead] = None
-
-    def untold(self, worker: str) -> Sequence[str]:
-        """Return the dead that a worker has not been told of, the oldest first."""
-        return tuple(self._untold.get(worker, ()))
-
-    def told(self, worker: str, dead: Iterable[str]) -> None:
-        """Note that a worker, which may have died meanwhile, has been told of these."""
-        untold = self._untold.get(worker, {})
-        for one in dead:
-            untold.pop(one, None)
-
-    def is_told(self, dead: str) -> bool:
-        """Return whether every worker that had to know of this death has been told."""
-        return not any(dead in untold for untold in self._untold.values())
-
-    def __len__(self) -> int:
-        """Return the number of pairs of a worker and a death that it is still to be told of."""
-        return sum(map(len, self._untold.values()))
-
-
-class RecordedDeaths:
-    """`Deaths` that a successor of this controller also knows. Belongs to one event loop.
+    well. A worker that starts later shares nothing with the dead, so it need not be told. Workers
+    are named by incarnation. Belongs to one event loop.
 
     Args:
         journal: the journal in which they are recorded.
@@ -62,7 +23,8 @@ class RecordedDeaths:
     def __init__(self, journal: Journal, earlier: Collection[str] = ()) -> None:
         self._journal = journal
         self._earlier = frozenset(earlier)
-        self._deaths = Deaths()
+        self._untold: dict[str, dict[str, None]] = {}
+        """For each living worker, the dead that it has not been told of, the oldest first."""
         self._recorded: set[str] = set()
         self._striking: set[asyncio.Task[None]] = set()
 
@@ -71,8 +33,8 @@ class RecordedDeaths:
         return incarnation in self._earlier
 
     def add_worker(self, worker: str) -> None:
-        """Let a worker be told of all deaths from now on."""
-        self._deaths.add_worker(worker)
+        """Begin to keep all later deaths for this worker."""
+        self._untold.setdefault(worker, {})
 
     async def add_death(self, dead: str) -> None:
         """Record that a worker's process has ended; return when a successor would know it."""
@@ -86,21 +48,25 @@ class RecordedDeaths:
 
     def untold(self, worker: str) -> Sequence[str]:
         """Return the dead that a worker has not been told of, the oldest first."""
-        return self._deaths.untold(worker)
+        return tuple(self._untold.get(worker, ()))
 
     def told(self, worker: str, dead: Sequence[str]) -> None:
         """Note that a worker, which may have died meanwhile, has been told of these."""
-        self._deaths.told(worker, dead)
+        untold = self._untold.get(worker, {})
+        for one in dead:
+            untold.pop(one, None)
         self._strike_out()
 
     def _add(self, dead: str) -> None:
         self._recorded.add(dead)
-        self._deaths.add_death(dead)
+        self._untold.pop(dead, None)
+        for untold in self._untold.values():
+            untold[dead] = None
         self._strike_out()
 
     def _strike_out(self) -> None:
         """Remove deaths from the journal of which every worker has been told."""
-        told = {dead for dead in self._recorded if self._deaths.is_told(dead)}
+        told = self._recorded.difference(*self._untold.values())
         self._recorded -= told
         for dead in told:
             striking = asyncio.create_task(self._journal.remove_death(dead))
