@@ -33,7 +33,6 @@ from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.options.listen_address import Address
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.faults import Fault
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import CannotShift
 from kvrelay.wire.cluster_state import ClusterState
@@ -85,6 +84,10 @@ class Cluster:
         self._progress = {config.name: 0.0 for config in configs}
         """The share of weights read, by worker name, while workers start for the first time."""
         self._members = Membership()
+        self.discovery: Discovery = self._members.discovery
+        """The list of workers that the router reads."""
+        self.workers = self._members.live
+        """The live incarnations by worker name; a view that changes with them."""
         self._deaths: Deaths | None = None
         self._plan = plan or PlacementPlan()
         self._placement = RayPlaces(self._plan)
@@ -137,16 +140,6 @@ class Cluster:
     ) -> None:
         await self.stop()
 
-    @property
-    def discovery(self) -> Discovery:
-        """The list of workers that the router reads."""
-        return self._members.discovery
-
-    @property
-    def workers(self) -> Mapping[str, WorkerInfo]:
-        """The live incarnations by worker name; a view that changes with them."""
-        return self._members.live
-
     async def start(self) -> None:
         """Place and start every worker, or take over the previous controller's workers.
 
@@ -160,7 +153,7 @@ class Cluster:
             self._journal, before = await Journal.take_over(self._store, leases)
             self._deaths = Deaths(self._journal, before.deaths if before else ())
             self._add_started()
-            self._members.shift_to(self._journal.cluster.successor)
+            self._members.discovery.shift_to(self._journal.cluster.successor)
             self.took_over = before is not None and before.cluster.phase is ClusterPhase.SERVING
             if self._journal.cluster.phase is ClusterPhase.STOPPING:
                 raise ClusterError("the cluster was being stopped")
@@ -225,7 +218,7 @@ class Cluster:
 
     async def _shift(self, successor: str) -> None:
         await self._written.write_cluster(successor=successor)
-        self._members.shift_to(successor)
+        self._members.discovery.shift_to(successor)
 
     async def state(self) -> ClusterState:
         """Return the controller's state and that of all workers that are wanted."""
@@ -238,14 +231,6 @@ class Cluster:
             self._members,
             uptime_seconds=time.monotonic() - self._made,
         )
-
-    async def arm(self, worker: str, faults: Sequence[Fault]) -> None:
-        """Inject these faults into a worker's present incarnation, if it was built for faults."""
-        await self._supervisors[worker].arm(faults)
-
-    async def faults_fired(self, worker: str) -> int:
-        """Return how many of the faults that were last armed in that worker have happened."""
-        return await self._supervisors[worker].faults_fired()
 
     # What the supervisors call, as `Watcher` says.
 
@@ -292,7 +277,7 @@ class Cluster:
         self._supervisors.pop(name, None)
         await self._written.remove_worker(name)
         self._placement.give_back(name)
-        self._members.notify()
+        self._members.publish()
 
     def _wanted_roles(self) -> list[WorkerRole]:
         """Return the roles of the workers that are to stay; any thread may call this."""

@@ -16,7 +16,7 @@ from kvrelay.deploy.bounded_waits import finished
 from kvrelay.deploy.controller.cluster import Cluster, end_broken_process
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.router.discovery import Discovery, StaticDiscovery
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import CannotShift
 from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerInfo
@@ -58,8 +58,12 @@ class ClusterThread:
         self.drain = self._across(self._cluster.drain)
         self.scale = self._across(self._cluster.scale)
         self.roll = self._across(self._cluster.roll)
-        self._discovery = StaticDiscovery()
-        self._workers: Mapping[str, WorkerInfo] = MappingProxyType({})
+        self.discovery = StaticDiscovery()
+        """The list of workers that the router reads."""
+        self.workers: Mapping[str, WorkerInfo] = MappingProxyType({})
+        """The live incarnations by worker name, as `discovery` lists them."""
+        self.metrics: Collector = self._cluster.metrics.registry
+        """Metrics of the workers' starts, drains and ends; any thread may read them."""
 
     async def __aenter__(self) -> Self:
         """Start every worker. Raises the errors of `Cluster.start`; nothing is then left."""
@@ -84,21 +88,6 @@ class ClusterThread:
         traceback: TracebackType | None,
     ) -> None:
         await self._end()
-
-    @property
-    def discovery(self) -> Discovery:
-        """The list of workers that the router reads."""
-        return self._discovery
-
-    @property
-    def workers(self) -> Mapping[str, WorkerInfo]:
-        """The live incarnations by worker name, as `discovery` lists them."""
-        return self._workers
-
-    @property
-    def metrics(self) -> Collector:
-        """Metrics of the workers' starts, drains and ends; any thread may read them."""
-        return self._cluster.metrics.registry
 
     async def shift(self, successor: str) -> None:
         """Raise CannotShift: the router ends with the cluster; see `Administrator`."""
@@ -130,7 +119,7 @@ class ClusterThread:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call a method of the cluster, as ``call(Cluster.arm, worker, faults)``."""
+        """Call a method or another function of the cluster, as ``call(Cluster.state)``."""
         return await self._run(method(self._cluster, *args, **kwargs))
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -187,8 +176,8 @@ class ClusterThread:
         awaited: Sequence[WorkerInfo],
         workers: dict[str, WorkerInfo],
     ) -> None:
-        self._workers = MappingProxyType(workers)
-        self._discovery.replace(endpoints, awaited)
+        self.workers = MappingProxyType(workers)
+        self.discovery.replace(endpoints, awaited)
 
     def _fail(self, error: BaseException) -> None:
         """Report why the thread ends: it was cancelled, or an error has ended it."""

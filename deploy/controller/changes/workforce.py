@@ -133,12 +133,12 @@ class Workforce:
     async def until_up(self, name: str) -> None:
         """Wait until a worker can receive calls, or is no longer to stay."""
         while name in self.staying and name not in self._members.live:
-            await self._members.changed()
+            await self._members.discovery.changed()
 
     async def until_removed(self, name: str) -> None:
         """Wait until nothing is left of a worker that leaves."""
         while name in self._supervisors:
-            await self._members.changed()
+            await self._members.discovery.changed()
 
     def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
         """Return the worker's incarnation and its supervisor.
@@ -207,13 +207,13 @@ class DrainTurns:
         If it ends without an error, either the worker drains, or another one has its turn.
         """
         while not self._may_drain(info):
-            await self._members.changed()
+            await self._members.discovery.changed()
         self._in_turn.add(info.name)
         try:
             yield
         finally:
             self._in_turn.discard(info.name)
-            self._members.notify()
+            self._members.publish()
 
     def _may_drain(self, info: WorkerInfo) -> bool:
         roles = self._roles()

@@ -20,7 +20,6 @@ from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.deploy.nodes.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.faults import Fault
 from kvrelay.engine.worker.weights_read import weight_bytes
 from kvrelay.wire.worker_info import WorkerInfo
 
@@ -139,14 +138,6 @@ class WorkerSupervisor:
             unreachable = isinstance(error, ray.exceptions.ActorUnavailableError)
             why = "it cannot be reached" if unreachable else reason_of(error)
             raise ClusterError(f"{self.name} could not be told: {why}") from error
-
-    async def arm(self, faults: Sequence[Fault]) -> None:
-        """Inject these faults into the worker's present incarnation; see `WorkerHost.arm`."""
-        await self._actor.call(WorkerHost.arm, faults)
-
-    async def faults_fired(self) -> int:
-        """Return how many of the faults that were last armed have happened."""
-        return await self._actor.call(WorkerHost.faults_fired)
 
     async def stop(self) -> None:
         """End the worker, in good order if it can, and its actor for good.
