@@ -100,10 +100,7 @@ class ControllerHost:
 
     async def process(self) -> ProcessIdentity | None:
         """Return this process's identity on its machine; None where the system does not tell it."""
-        try:
-            return ProcessIdentity.of_this_process()
-        except OSError:
-            return None
+        return ProcessIdentity.of_this_process()
 
     def make_store(self) -> KeyValueStore:
         """Make the cluster's store."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ModelError
-from kvrelay.deploy.nodes.converted import locked, sha256_of
+from kvrelay.deploy.nodes.converted import locked, made_aside, sha256_of
 from kvrelay.deploy.nodes.local_ray import NodeAffinitySchedulingStrategy, ray
 from kvrelay.deploy.nodes.models import CHECKPOINT_FILES, ModelFolder
 from kvrelay.deploy.nodes.ray_places import check_name_is_free, name_is_taken
@@ -79,10 +78,7 @@ class ModelSource:
 
     def process(self) -> ProcessIdentity | None:
         """Return this process's identity on its machine; None where the system does not tell it."""
-        try:
-            return ProcessIdentity.of_this_process()
-        except OSError:
-            return None
+        return ProcessIdentity.of_this_process()
 
 
 @contextmanager
@@ -161,24 +157,18 @@ def _is_there(folder: Path, files: Files) -> bool:
 
 
 def _fetch(folder: Path, digest: str, files: Files) -> None:
-    """Copy into another folder, then rename it to `folder`. Needs the lock."""
-    aside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(aside, ignore_errors=True)  # a copy that was killed may have left it
-    aside.mkdir()
     try:
         source = ray.get_actor(SOURCE)
+    except ValueError as error:
+        raise ModelError(f"--model: nobody offers {folder.name} to this node any more") from error
+    with made_aside(folder) as made:
+        made.mkdir()
         for name, expected in files.items():
-            with (aside / name).open("wb") as file:
+            with (made / name).open("wb") as file:
                 for piece in _pieces(source, digest, name):
                     file.write(piece)
-            if sha256_of(aside / name) != expected:
+            if sha256_of(made / name) != expected:
                 raise ModelError(f"--model: {name} has changed since the cluster was started")
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    except ValueError as error:  # of get_actor
-        raise ModelError(f"--model: nobody offers {folder.name} to this node any more") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _pieces(source: Any, digest: str, name: str) -> Iterator[bytes]:

@@ -87,33 +87,23 @@ class HostedWorker(Protocol):
 BuildWorker = Callable[[WorkerConfig], HostedWorker]
 
 
-# Each imports its role's room only when it is called, in the worker's process: the process
-# that starts the cluster needs none of them.
+def _build_worker(config: WorkerConfig) -> HostedWorker:
+    """Build a worker of any role.
 
-
-def _build_prefill(config: WorkerConfig) -> HostedWorker:
-    from kvrelay.prefill_worker.worker import build
-
+    A role's room is imported here, in the worker's process: the process that starts the cluster
+    needs none of them.
+    """
+    match config.role:
+        case WorkerRole.PREFILL:
+            from kvrelay.prefill_worker.worker import build
+        case WorkerRole.DECODE:
+            from kvrelay.decode_worker.worker import build
+        case WorkerRole.AGGREGATED:
+            from kvrelay.aggregated_worker.worker import build
     return build(config)
 
 
-def _build_decode(config: WorkerConfig) -> HostedWorker:
-    from kvrelay.decode_worker.worker import build
-
-    return build(config)
-
-
-def _build_aggregated(config: WorkerConfig) -> HostedWorker:
-    from kvrelay.aggregated_worker.worker import build
-
-    return build(config)
-
-
-BUILDERS: Final[dict[WorkerRole, BuildWorker]] = {
-    WorkerRole.PREFILL: _build_prefill,
-    WorkerRole.DECODE: _build_decode,
-    WorkerRole.AGGREGATED: _build_aggregated,
-}
+BUILDERS: Final[dict[WorkerRole, BuildWorker]] = dict.fromkeys(WorkerRole, _build_worker)
 """The function that builds a role's worker, which is not started yet."""
 
 
@@ -184,10 +174,7 @@ class WorkerHost:
 
     async def process(self) -> ProcessIdentity | None:
         """Return this process's identity on its machine; None where the system does not tell it."""
-        try:
-            return ProcessIdentity.of_this_process()
-        except OSError:
-            return None
+        return ProcessIdentity.of_this_process()
 
     async def end_process(self, identity: ProcessIdentity) -> bool:
         """End an earlier process of this worker, and wait until it has ended.

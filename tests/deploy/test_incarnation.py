@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -104,5 +105,5 @@ async def test_a_worker_that_has_drained_elsewhere_is_dead_before_its_lease_is_o
 
 
 def identity_of(pid: int) -> ProcessIdentity:
-    here = ProcessIdentity.of_this_process()
+    here = ProcessIdentity.of(os.getpid())
     return ProcessIdentity(here.boot_id, here.pid_namespace, pid, _start_ticks(pid))
