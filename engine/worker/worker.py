@@ -151,7 +151,7 @@ class Worker:
         """The share of its weights that it has read, from 0 to 1."""
         return self._weights_read.share
 
-    def drain(self) -> None:
+    def begin_drain(self) -> None:
         """Take no more requests; after the grace, retract those that can go on elsewhere.
 
         A drain cannot be undone, and further calls change nothing. The worker must still be
@@ -162,7 +162,7 @@ class Worker:
         self._draining.set()
         post = self._parts.inbox.post
         post(Drain(lambda: self._loop.call_soon_threadsafe(self._drained.set)))
-        self._service.drain()
+        self._service.retract_held()
         self._loop.call_later(self._config.drain_grace, post, RetractForDrain())
 
     async def quarantine_too_old(self) -> None:
@@ -176,7 +176,7 @@ class Worker:
         limit = self._config.quarantine_limit
         logger.error("memory is in quarantine for over %g s, so the worker drains", limit)
         self._parts.metrics.count(QUARANTINE_DRAINS)
-        self.drain()
+        self.begin_drain()
         return True
 
     async def draining(self) -> None:

@@ -80,9 +80,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._rules = rules
         self._links: set[RouterLink] = set()
 
-    def drain(self) -> None:
+    def retract_held(self) -> None:
         """Make routers submit requests that wait for a grammar to other workers."""
-        self._submits.drain()
+        self._submits.retract_all()
 
     def close(self) -> None:
         """End the routers' streams after what is already in them."""

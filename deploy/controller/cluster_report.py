@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from kvrelay.deploy.controller.changes.replacement_order import Roll
-from kvrelay.deploy.controller.membership import Membership
 from kvrelay.deploy.controller.records.journal import Journal
 from kvrelay.deploy.controller.records.leases import Leases
+from kvrelay.deploy.controller.records.ordered_changes import Roll
 from kvrelay.deploy.controller.records.records import WorkerRecord
+from kvrelay.deploy.controller.supervision.membership import Membership
 from kvrelay.wire.cluster_state import ClusterState, RollState, WorkerPhase, WorkerState
 
 
@@ -41,14 +41,20 @@ def _worker_state(record: WorkerRecord, members: Membership) -> WorkerState:
     started, removing, revision = record.started, record.removing, record.revision.number
     if started is None:
         return WorkerState(
-            *(record.name, record.role, WorkerPhase.STARTING), removing=removing, revision=revision
+            record.name,
+            record.role,
+            WorkerPhase.STARTING,
+            removing=removing,
+            revision=revision,
         )
     info, phase = started.info, WorkerPhase.LOST
     if members.live.get(record.name) == info:
         drains = members.is_draining(record.name)
         phase = WorkerPhase.DRAINING if drains else WorkerPhase.LIVE
     return WorkerState(
-        *(record.name, record.role, phase),
+        record.name,
+        record.role,
+        phase,
         incarnation=info.incarnation,
         address=info.address,
         node=started.node,

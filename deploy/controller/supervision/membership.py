@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from kvrelay.router.discovery import Discovery, StaticDiscovery
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.wire.worker_info import WorkerInfo
 
 
@@ -24,17 +24,10 @@ class Membership:
         self._awaited: dict[str, WorkerInfo] = {}
         self._running: dict[str, WorkerInfo] = {}
         """The latest incarnation of each worker, unless its process is known to have ended."""
-        self._discovery = StaticDiscovery()
-
-    @property
-    def discovery(self) -> Discovery:
-        """The workers that a router may use."""
-        return self._discovery
-
-    @property
-    def live(self) -> Mapping[str, WorkerInfo]:
+        self.discovery = StaticDiscovery()
+        """The workers that a router may use. Its `changed` returns after the next `publish`."""
+        self.live: Mapping[str, WorkerInfo] = MappingProxyType(self._live)
         """The live incarnations by worker name; a view that changes with them."""
-        return MappingProxyType(self._live)
 
     def add_live(self, info: WorkerInfo) -> None:
         """Add an incarnation that can be used; its predecessor, if that drained, is replaced.
@@ -45,13 +38,13 @@ class Membership:
             self._draining.pop(info.name, None)
         self._awaited.pop(info.name, None)
         self._live[info.name] = self._running[info.name] = info
-        self._publish()
+        self.publish()
 
     def remove_live(self, info: WorkerInfo) -> None:
         """Remove an incarnation that cannot be reached any more, and await its successor."""
         del self._live[info.name]
         self._awaited[info.name] = info
-        self._publish()
+        self.publish()
 
     def is_draining(self, name: str) -> bool:
         """Return whether the worker drains, or has drained and has no successor yet."""
@@ -60,25 +53,25 @@ class Membership:
     def add_draining(self, info: WorkerInfo) -> None:
         """Mark an incarnation that takes no more requests."""
         self._draining[info.name] = info
-        self._publish()
+        self.publish()
 
     def remove_awaited(self, info: WorkerInfo) -> None:
         """Stop awaiting the successor of a lost incarnation."""
         self._awaited.pop(info.name, None)
         self.remove_draining(info)
-        self._publish()
+        self.publish()
 
     def remove_draining(self, info: WorkerInfo) -> None:
         """Unmark an incarnation that does not drain after all."""
         if self._draining.get(info.name) == info:
             del self._draining[info.name]
-            self._publish()
+            self.publish()
 
     def add_dead(self, info: WorkerInfo) -> None:
         """Note that an incarnation's process has ended."""
         if self._running.get(info.name) == info:
             del self._running[info.name]
-        self._publish()
+        self.publish()
 
     def clear(self) -> None:
         """Forget all workers, when none is left."""
@@ -86,34 +79,23 @@ class Membership:
         self._awaited.clear()
         self._draining.clear()
         self._running.clear()
-        self._publish()
-
-    def shift_to(self, successor: str) -> None:
-        """Let routers send new requests to the workers of another cluster's controller."""
-        self._discovery.shift_to(successor)
-
-    async def changed(self) -> None:
-        """Return after the next change, or `notify`; registers before it first suspends."""
-        await self._discovery.changed()
-
-    def notify(self) -> None:
-        """Let tasks that wait for a change look again."""
-        self._publish()
+        self.publish()
 
     async def until_dead(self, info: WorkerInfo) -> None:
         """Wait until the process of an incarnation that was live has ended."""
         while self._running.get(info.name) == info:
-            await self.changed()
+            await self.discovery.changed()
 
     async def until_live(self, name: str) -> WorkerInfo:
         """Wait until the worker has a live incarnation, and return it."""
         while name not in self._live:
-            await self.changed()
+            await self.discovery.changed()
         return self._live[name]
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """List all workers as they are now, and let tasks that wait for a change look again."""
         listed = self._live | self._draining
-        self._discovery.replace(
+        self.discovery.replace(
             [replace(listed[name], draining=name in self._draining) for name in sorted(listed)],
             [one for name, one in self._awaited.items() if name not in listed],
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrelay.deploy.controller.records.journal import Journal
 from kvrelay.deploy.controller.records.records import WorkerRecord
-from kvrelay.deploy.controller.supervisor import WorkerSupervisor
+from kvrelay.deploy.controller.supervision.supervisor import WorkerSupervisor
 from kvrelay.deploy.nodes.left_over import end_left_over
 from kvrelay.deploy.nodes.ray_places import RayPlaces
 from kvrelay.engine.config import WorkerConfig
@@ -82,11 +82,11 @@ class WorkerAdoption:
     async def _undo(self) -> None:
         """End and forget the workers whose start was under way and is no longer wanted."""
         undone = {
-            name: one
+            name: one.process
             for name, one in self._journal.workers.items()
             if one.started is None and name not in self._coming
         }
-        await end_left_over(self._namespace, tuple(undone.values()))
+        await end_left_over(self._namespace, undone)
         for name in undone:
             await self._journal.remove_worker(name)
             self._placement.give_back(name)

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from kvrelay.deploy.controller.changes.replacement_order import Roll
+from kvrelay.deploy.controller.records.ordered_changes import Roll
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.observe.metric_declarations import Instruments, Metric, MetricTable, MetricType
 from kvrelay.router.discovery import Discovery

@@ -1,14 +1,22 @@
-"""The plan of a roll: which worker replaces which, when all are to have other options."""
+"""The changes of a cluster that operators order, as a controller writes them down."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from kvrelay.deploy.controller.changes.wanted import free_names, number_of
 from kvrelay.wire.worker_info import WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The workers to add and to remove so that each role has its wanted number."""
+
+    added: tuple[tuple[str, WorkerRole], ...] = ()
+    """The new workers' names and roles."""
+    removed: tuple[str, ...] = ()
+    """The workers to drain without replacement; within a role, the latest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,45 +78,3 @@ class Roll:
     def coming(self) -> frozenset[str]:
         """The names of workers that are about to start, if the roll goes on."""
         return frozenset() if self.failed else frozenset(one.new for one in self.left if one.new)
-
-
-def replacements(
-    target: Revision,
-    counts: Mapping[WorkerRole, int],
-    staying: Mapping[str, WorkerRole],
-    revisions: Mapping[str, int],
-    taken: set[str],
-) -> tuple[Replacement, ...]:
-    """Return the replacements that give all workers one revision, also after a stopped roll.
-
-    Args:
-        target: the revision that they are to have.
-        counts: the number of workers that each role is to have.
-        staying: the workers that are not being removed, by name.
-        revisions: the number of each worker's revision, by name.
-        taken: the names that new workers cannot have.
-    """
-    there = Counter(staying.values())
-    return tuple(
-        replacement
-        for role in WorkerRole
-        for replacement in _of_role(
-            role,
-            counts.get(role, 0) - there[role],
-            sorted(
-                (n for n in staying if staying[n] is role and revisions[n] != target.number),
-                key=number_of,
-            ),
-            free_names(role, taken | staying.keys()),
-        )
-    )
-
-
-def _of_role(
-    role: WorkerRole, missing: int, old: list[str], free: Iterator[str]
-) -> Iterator[Replacement]:
-    """Yield first the missing workers; surplus old ones then leave without a new one."""
-    for _ in range(missing):
-        yield Replacement(role, "", next(free))
-    for number, name in enumerate(old):
-        yield Replacement(role, name, "" if number < -missing else next(free))

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from kvrelay.deploy.bounded_waits import is_done_within
 from kvrelay.deploy.controller.records.leases import Leases
-from kvrelay.deploy.controller.records.records import Started
-from kvrelay.deploy.controller.watcher import Watcher
+from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.nodes.worker_host import WorkerHost
@@ -62,7 +62,7 @@ class Incarnation:
         """The call that lasts until Ray has noticed the end of the process."""
         leases.heard(self.info.incarnation, leases.clock())
 
-    async def drain(self) -> None:
+    async def tell_to_drain(self) -> None:
         """Let the worker drain; return at once if its process has ended instead.
 
         Raises RayError if the call fails; the worker may drain all the same.
@@ -70,7 +70,7 @@ class Incarnation:
         give_up_at = time.monotonic() + self._silence_seconds
         while True:
             try:
-                await self._actor.call(WorkerHost.drain, self.info.incarnation)
+                await self._actor.call(WorkerHost.begin_drain, self.info.incarnation)
             except ray.exceptions.ActorUnavailableError:
                 if self._process is not None and self._process.has_ended:
                     return

@@ -9,24 +9,26 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from kvrelay.deploy.bounded_waits import Pauses, is_done_within
-from kvrelay.deploy.controller.incarnation import Incarnation
 from kvrelay.deploy.controller.records.leases import Leases
-from kvrelay.deploy.controller.records.records import Started, WorkerRecord
-from kvrelay.deploy.controller.watcher import Watcher
+from kvrelay.deploy.controller.records.records import WorkerRecord
+from kvrelay.deploy.controller.supervision.incarnation import Incarnation
+from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray
-from kvrelay.deploy.nodes.start_bound import start_seconds
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.deploy.nodes.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.faults import Fault
+from kvrelay.engine.worker.weights_read import weight_bytes
 from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 10.0
 _PROGRESS_SECONDS: Final = 1.0
 """The time between two reports of a starting worker's progress."""
+SLOWEST_BYTES_PER_SECOND: Final = 50e6
+"""The lowest rate at which a usable disk reads weights."""
 
 
 class WorkerSupervisor:
@@ -116,7 +118,7 @@ class WorkerSupervisor:
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
-    async def drain(self, *, remove: bool) -> None:
+    async def begin_drain(self, *, remove: bool) -> None:
         """Begin to drain the worker, whose process then ends; the watcher is told.
 
         A second drain changes nothing, except that the worker can still be removed. Raises
@@ -128,7 +130,7 @@ class WorkerSupervisor:
         assert self._life is not None
         before, self.removing = self.removing, self.removing or remove
         try:
-            await self._life.drain()
+            await self._life.tell_to_drain()
         except BaseException as error:
             self.removing = before
             if not isinstance(error, ray.exceptions.RayError):
@@ -136,14 +138,6 @@ class WorkerSupervisor:
             unreachable = isinstance(error, ray.exceptions.ActorUnavailableError)
             why = "it cannot be reached" if unreachable else reason_of(error)
             raise ClusterError(f"{self.name} could not be told: {why}") from error
-
-    async def arm(self, faults: Sequence[Fault]) -> None:
-        """Inject these faults into the worker's present incarnation; see `WorkerHost.arm`."""
-        await self._actor.call(WorkerHost.arm, faults)
-
-    async def faults_fired(self) -> int:
-        """Return how many of the faults that were last armed have happened."""
-        return await self._actor.call(WorkerHost.faults_fired)
 
     async def stop(self) -> None:
         """End the worker, in good order if it can, and its actor for good.
@@ -222,7 +216,7 @@ class WorkerSupervisor:
         while True:
             if drains and not lost:
                 with contextlib.suppress(ClusterError):
-                    await self.drain(remove=self.removing)
+                    await self.begin_drain(remove=self.removing)
             if not lost:
                 reason = await life.lost()
                 self._watcher.worker_lost(life.info)
@@ -288,3 +282,8 @@ class WorkerSupervisor:
         """Log, as critical, that the worker is no longer supervised, unless that was requested."""
         if not following.cancelled() and (error := following.exception()) is not None:
             _log.critical("%s is no longer supervised", self.name, exc_info=error)
+
+
+def start_seconds(config: WorkerConfig) -> float:
+    """Return the time for a start: the option, plus reading all weights at that rate."""
+    return config.start_timeout + weight_bytes(config) / SLOWEST_BYTES_PER_SECOND
