@@ -1,6 +1,6 @@
 """Products by float32 alone, as LLVM instructions.
 
-A processor that multiplies only float32 (AVX2) computes `product` so, all compute `product_float32`.
+A processor that multiplies only float32 (AVX2) computes `product` so, all do `product_float32`.
 
 bfloat16 is the upper half of a float32: weights are widened as they are used, inputs once for all
 panels. Arguments are addresses and numbers.
