@@ -33,7 +33,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
 from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
+from kvrelay.engine.scheduler.commands import Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
@@ -45,6 +45,7 @@ from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.request_progress import RequestProgress
+from kvrelay.wire.submit import CancelRequest
 
 DecodeMessage: TypeAlias = (
     PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed | AgentReadable | LentHashed
@@ -145,7 +146,7 @@ class DecodeScheduler:
         request = self._make(command)
         if not self._context.register(request, request.most_tokens):
             return
-        if command.prefill is None and not self._config.computes_prompts:
+        if command.submission.prefill is None and not self._config.computes_prompts:
             refused = RequestEnd(EndReason.FAILED, error=_COMPUTES_NO_PROMPTS)
             self._context.release(request, Outcome.FAILED, refused)
             return
@@ -156,7 +157,7 @@ class DecodeScheduler:
             self._grants.prefetch(request)
         self._context.faults.reach(FaultPhase.QUEUED, request.peer)
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """End a request, all choices of it, and free its memory."""
         for request in self._context.choices_of(command.key):
             self._requests.end_early(request, Outcome.ABORTED, RequestEnd(EndReason.ABORTED))
@@ -251,20 +252,21 @@ class DecodeScheduler:
             self._probes[probe.incarnation] = self._histories.with_speed(probe)
 
     def _make(self, command: Submit) -> DecodeRequest:
-        emitted = command.input_ids[command.prompt_len :]
-        checker = StopChecker(command.stops, self._tokenizer, emitted)
-        num_drafts = self._config.drafts_for(command.speculate)
-        alone = alone_until(command, self._config)
-        if command.prefill is None:
+        submission = command.submission
+        params = submission.sampling_params
+        checker = StopChecker(params.stops, self._tokenizer, submission.emitted_ids)
+        num_drafts = self._config.drafts_for(params.speculate)
+        alone = alone_until(submission, self._config)
+        if submission.prefill is None:
             return DecodeRequest.of(
                 command, checker=checker, num_drafts=num_drafts, alone_until=alone
             )
         shape = self._context.kv_cache.shape
-        pages = shape.pages_for(len(command.input_ids))
+        pages = shape.pages_for(len(submission.input_ids))
         return HandedOverRequest.of(
             command,
-            stream=HandOverStream(command.key, command.prefill),
-            hand_over=DecodeHandOver(pages, shape.windowed, len(command.choices)),
+            stream=HandOverStream(command.key, submission.prefill),
+            hand_over=DecodeHandOver(pages, shape.windowed, params.n),
             checker=checker,
             num_drafts=num_drafts,
             alone_until=alone,

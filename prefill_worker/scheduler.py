@@ -11,7 +11,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
 from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
+from kvrelay.engine.scheduler.commands import Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts_in_progress import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
@@ -35,6 +35,7 @@ from kvrelay.wire.hand_over import FirstToken, HandOverEnd
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, SampledToken
 from kvrelay.wire.request_progress import RequestPhase, RequestProgress
+from kvrelay.wire.submit import CancelRequest
 
 _PHASES: Final = {
     PrefillState.ASKED: RequestPhase.ASKED,
@@ -108,7 +109,7 @@ class PrefillScheduler:
         request = PrefillRequest.of(
             command,
             hand_over=PrefillHandOver(self._context.kv_cache.shape.windowed),
-            alone_until=alone_until(command, self._config),
+            alone_until=alone_until(command.submission, self._config),
         )
         # Here one request stands for all of its choices, under the key of the first.
         request.key = command.key.of_choice(0)
@@ -118,7 +119,7 @@ class PrefillScheduler:
         self._queue.add(request)
         self._context.faults.reach(FaultPhase.QUEUED, request.decode_incarnation)
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """End a request, if it still lives, and free its memory."""
         request = self._context.requests.get(command.key.of_choice(0))
         if request is not None:
@@ -215,7 +216,7 @@ class PrefillScheduler:
         assert run is not None
         first_tokens = []
         for choice, token in zip(request.choices, tokens, strict=True):
-            checker = StopChecker(request.stops, self._tokenizer, request.output_ids)
+            checker = StopChecker(request.params.stops, self._tokenizer, request.output_ids)
             finish = checker.check(token.token_id)
             self._emit_first_token(request, run, choice, token, finish)
             first_tokens.append(FirstToken(token.token_id, finished=finish is not None))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvrelay.router.callers import Caller
 from kvrelay.router.placement.known_prefixes import PromptMarks
 from kvrelay.router.sessions import Turn
-from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey, SubmitRequest
+from kvrelay.wire.submit import GenerationParams, KeptSession, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
 
@@ -27,24 +27,36 @@ class Grammar:
 class GenerationRequest:
     """What the workers are asked to do."""
 
-    request_id: str
+    submission: SubmitRequest
+    """What they are told of it, whatever the attempt; the prompt itself stays in `input_ids`."""
     fingerprint: bytes
     """Digest of the body as the client sent it (a drawn seed is not in it):
     equal ones are the same request, tried again."""
     input_ids: Sequence[int]
     """Packed, 4 bytes each: there may be many long prompts."""
-    params: GenerationParams
-    priority: int
     caller: Caller
     """Whose request it is."""
-    namespace: str
-    """The part of the prefix index that it uses."""
     marks: PromptMarks = field(default_factory=dict)
     """Of its prompt's prefixes: by them the router knows who has them."""
     turn: Turn | None = None
     """Of the session whose turn it is."""
     grammar: Grammar | None = None
     """Of its structured output."""
+
+    @property
+    def request_id(self) -> str:
+        """The client's name of it, or the router's where the client gave none."""
+        return self.submission.key.request_id
+
+    @property
+    def params(self) -> GenerationParams:
+        """All that its client has chosen for its outputs."""
+        return self.submission.sampling_params
+
+    @property
+    def priority(self) -> int:
+        """Its rank: a lower one is scheduled earlier."""
+        return self.submission.priority
 
     @property
     def id(self) -> tuple[str, str]:
@@ -84,19 +96,52 @@ class Submission:
     """
 
     request: GenerationRequest
-    attempt: int
-    choices: range
-    """One alone, where something is emitted."""
-    age_seconds: float
-    """Since the router took the request."""
+    message: SubmitRequest
+    """What they are told; `to_worker` adds the input, and what depends on the worker."""
     emitted: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
-    """As the request's, unless they have come already."""
     alone: Set[WorkerRole] = frozenset()
     """On workers of these roles a forward with one of the choices has failed, or may have: they
     are to have forwards of their own there."""
-    traceparent: str = ""
-    """Its span, as W3C writes it; empty: the request is not traced."""
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        attempt: int,
+        choices: range,
+        age_seconds: float,
+        *,
+        emitted: tuple[int, ...] = (),
+        prompt_logprobs: int | None = None,
+        alone: Set[WorkerRole] = frozenset(),
+    ) -> Submission:
+        """Make the submission of an attempt at a request.
+
+        Args:
+            request: the request.
+            attempt: the attempt's number.
+            choices: the choices; one alone, where something is emitted.
+            age_seconds: since the router took the request.
+            emitted: what earlier attempts have said.
+            prompt_logprobs: as the request's, unless they have come already.
+            alone: roles whose workers are to compute it in forwards of their own.
+        """
+        params = dataclasses.replace(
+            request.params, n=len(choices), prompt_logprobs=prompt_logprobs
+        )
+        message = dataclasses.replace(
+            request.submission,
+            key=request.submission.key._replace(attempt=attempt),
+            sampling_params=params,
+            first_choice=choices.start,
+            age_seconds=age_seconds,
+        )
+        return cls(request, message, emitted, alone)
+
+    def traced(self, traceparent: str) -> Submission:
+        """The same, with its span as W3C writes it."""
+        message = dataclasses.replace(self.message, traceparent=traceparent)
+        return dataclasses.replace(self, message=message)
 
     @property
     def request_id(self) -> str:
@@ -104,19 +149,24 @@ class Submission:
         return self.request.request_id
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Of the input ids, the prompt's."""
-        return len(self.request.input_ids)
+    def attempt(self) -> int:
+        """The attempt's number."""
+        return self.message.key.attempt
 
     @property
-    def input_ids(self) -> tuple[int, ...]:
-        """All that is to be computed before the next token."""
-        return (*self.request.input_ids, *self.emitted)
+    def choices(self) -> tuple[int, ...]:
+        """The choices that it is to yield."""
+        return self.message.choices
+
+    @property
+    def input_len(self) -> int:
+        """Tokens that are to be computed before the next one."""
+        return len(self.request.input_ids) + len(self.emitted)
 
     @property
     def in_full_on(self) -> Set[WorkerRole]:
         """The roles whose workers reuse nothing for its prompt, if they compute it."""
-        return in_full_on(self.prompt_logprobs, self.alone)
+        return in_full_on(self.message.sampling_params.prompt_logprobs, self.alone)
 
     def kept_on(self, incarnation: str) -> int:
         """Tokens of its input that a worker is expected to have for its session."""
@@ -138,20 +188,11 @@ class Submission:
             prefill: only for a decode worker.
             cached_tokens: of the input, that the worker is expected to have.
         """
-        return SubmitRequest(
-            key=RequestKey("", self.request_id, self.attempt),
-            input_ids=self.input_ids,
-            num_prompt_tokens=self.num_prompt_tokens,
-            sampling_params=dataclasses.replace(
-                self.request.params, n=len(self.choices), prompt_logprobs=self.prompt_logprobs
-            ),
-            first_choice=self.choices.start,
-            priority=self.request.priority,
-            age_seconds=self.age_seconds,
+        return dataclasses.replace(
+            self.message,
+            input_ids=(*self.request.input_ids, *self.emitted),
             prefill=WorkerAddress(prefill.address, prefill.incarnation) if prefill else None,
-            namespace=self.request.namespace,
             alone=role in self.alone,
             cached_tokens=cached_tokens,
             session=None if role is WorkerRole.PREFILL else self._kept_session,
-            traceparent=self.traceparent,
         )

@@ -218,6 +218,53 @@ class SubmitRequest:
     traceparent: str = ""
     """The attempt's span, as W3C writes it, if the request is traced."""
 
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The outputs of the one prompt that are wanted; one, if any was emitted before."""
+        return tuple(range(self.first_choice, self.first_choice + self.sampling_params.n))
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return self.input_ids[: self.num_prompt_tokens]
+
+    @property
+    def emitted_ids(self) -> tuple[int, ...]:
+        """The tokens that an earlier attempt has emitted."""
+        return self.input_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_emitted(self) -> int:
+        """How many tokens an earlier attempt has emitted."""
+        return len(self.input_ids) - self.num_prompt_tokens
+
+    def received_by(self, router: str, eos_token_ids: Iterable[int]) -> SubmitRequest:
+        """Add what a worker knows: the router's name, and its model's end-of-sequence tokens.
+
+        The key then names the first choice. Scores of a prompt come before the first token, so
+        none are due once anything was emitted.
+        """
+        params = self.sampling_params
+        return dataclasses.replace(
+            self,
+            key=self.key._replace(router=router, choice=self.first_choice),
+            sampling_params=dataclasses.replace(
+                params,
+                stops=params.stops.with_eos(eos_token_ids),
+                prompt_logprobs=None if self.num_emitted else params.prompt_logprobs,
+            ),
+        )
+
+    def going_on(self, key: RequestKey, input_ids: tuple[int, ...]) -> SubmitRequest:
+        """Make the submission of one choice that goes on after tokens that were emitted."""
+        return dataclasses.replace(
+            self,
+            key=key,
+            input_ids=input_ids,
+            sampling_params=dataclasses.replace(self.sampling_params, n=1, prompt_logprobs=None),
+            first_choice=key.choice,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ForgetSessionRequest:

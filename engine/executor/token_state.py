@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
-from kvrelay.wire.submit import SamplingParams, StopConditions
+from kvrelay.wire.submit import GenerationParams
 
 UNKNOWN: Final = -1
 """In the place of a token that only the device knows."""
@@ -61,12 +61,10 @@ class TokenState:
     input_len: int
     """Of `token_ids`, those whose KV comes from chunks or from a hand-over."""
     prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    stops: StopConditions
+    params: GenerationParams
+    """All that its client has chosen for its outputs."""
     choices: Sequence[int]
     """Which outputs of the prompt are sampled here: one, or all of them from its last chunk."""
-    prompt_logprobs: int | None = None
-    """How many of the likeliest to report for each prompt token; None: nothing."""
     kv_len: int = 0
     """Tokens whose KV is written and right; what a rejected draft wrote lies beyond."""
     draft_kv_len: int = 0
@@ -95,7 +93,7 @@ class TokenState:
     @property
     def room(self) -> int:
         """Tokens that may yet be sampled; none, when a step was launched for one too many."""
-        return len(self.prompt_ids) + self.stops.max_tokens - len(self.token_ids)
+        return len(self.prompt_ids) + self.params.stops.max_tokens - len(self.token_ids)
 
     @property
     def in_prompt(self) -> bool:

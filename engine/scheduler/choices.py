@@ -51,6 +51,8 @@ def fork_and_run(
 
 def _copy_for_choice(request: RequestT, choice: int) -> RequestT:
     """The same request for one choice alone, without memory."""
+    if request.trace is not None:
+        request.trace.share()
     return replace(
         request,
         key=request.key.of_choice(choice),
@@ -58,5 +60,4 @@ def _copy_for_choice(request: RequestT, choice: int) -> RequestT:
         output_ids=list(request.output_ids),
         checker=request.checker.again(request.output_ids),
         lease=None,
-        trace=None if request.trace is None else request.trace.share(),
     )

@@ -15,8 +15,14 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
-from kvrelay.wire.worker_info import WorkerAddress
+from kvrelay.wire.submit import (
+    CancelRequest,
+    ForgetSessionRequest,
+    RequestKey,
+    SubmitRequest,
+    TellPrefixesRequest,
+    WatchRequests,
+)
 
 
 class Dropped(StrEnum):
@@ -60,64 +66,27 @@ class Submit:
     """A new attempt at a request."""
 
     link: RouterLink
-    key: RequestKey
-    input_ids: tuple[int, ...]
-    """The prompt, and what an earlier attempt has emitted."""
-    prompt_len: int
-    """Of `input_ids`, the prompt."""
-    sampling: SamplingParams
-    stops: StopConditions
-    choices: tuple[int, ...] = (0,)
-    """The outputs of the one prompt that are wanted; one, if any was emitted before."""
-    prompt_logprobs: int | None = None
-    speculate: bool = True
-    priority: int = 0
+    submission: SubmitRequest
+    """What its router has sent, with what `SubmitRequest.received_by` adds."""
     arrived: float = field(default_factory=time.monotonic)
     """When a router took it, by this worker's clock."""
-    prefill: WorkerAddress | None = None
-    """To a decode worker: who computes the prompt; None: it does so itself."""
-    namespace: str = ""
-    """Of the prefix index."""
-    alone: bool = False
-    """It may break the forward that it is in."""
-    cached_tokens: int = 0
-    """Of the input, that the router expects the worker to have."""
     grammar: Future[Any] | None = None
     """Its compiled grammar: held, so that it is there when the first mask needs it."""
-    session: KeptSession | None = None
-    """Whose turn it is."""
     trace: AttemptTrace | None = None
-    """Of a request that is traced."""
+    """The recorder of its spans, if the request is traced."""
+
+    @property
+    def key(self) -> RequestKey:
+        """The attempt's name, and its first choice's."""
+        return self.submission.key
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """End a request, all choices of it. Unknown keys are ignored: it may just have ended."""
-
-    key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class TellPrefixes:
-    """A router has missed what it was told of the prefix index: tell it all anew."""
+class FromRouter:
+    """A command that concerns no request, and the router that gives it."""
 
     link: RouterLink
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetSession:
-    """A router's session has ended, or goes on elsewhere: keep nothing of it."""
-
-    link: RouterLink
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Somebody watches a router's requests, or nobody does any more."""
-
-    link: RouterLink
-    on: bool
+    command: TellPrefixesRequest | ForgetSessionRequest | WatchRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +149,7 @@ class Stop:
     """End the engine's loop."""
 
 
-RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes | ForgetSession | Watch
+RouterCommand: TypeAlias = Attach | Detach | Submit | CancelRequest | FromRouter
 """What routers cause."""
 Command: TypeAlias = (
     RouterCommand

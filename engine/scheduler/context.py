@@ -112,10 +112,10 @@ class SchedulerContext(Generic[RequestT]):
 
     def retract_new(self, command: Submit) -> None:
         """Retract a request that has just come: its router submits it to another worker."""
-        emitted = len(command.input_ids) - command.prompt_len
-        for choice in command.choices:
+        submission, end = command.submission, RequestEnd(EndReason.RETRACTED)
+        for choice in submission.choices:
             key = command.key.of_choice(choice)
-            output = RequestOutput(key, emitted, end=RequestEnd(EndReason.RETRACTED))
+            output = RequestOutput(key, submission.num_emitted, end=end)
             self._outputs.setdefault(command.link, []).append(output)
 
     def register(self, request: RequestT, most_tokens: int) -> bool:

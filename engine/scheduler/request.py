@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -18,7 +17,7 @@ from kvrelay.mem_cache.host.host_copies import Load
 from kvrelay.mem_cache.leases.lease import Lease
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.storage.storage_tier import Prefetch
-from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -32,36 +31,16 @@ class Request:
         |  and reads that ended |  forwards in flight  |  computed
     """
 
+    command: Submit
+    """What its router has asked for, and where its outputs go."""
     key: RequestKey
-    link: RouterLink
-    """Where its outputs go."""
     prompt_ids: Sequence[int]
     output_ids: list[int]
     """Those included that an earlier attempt has emitted."""
-    input_len: int
-    """Tokens that it came with: the prompt, and what an earlier attempt has emitted."""
     choices: tuple[int, ...]
-    """The outputs of the one prompt that are wanted from this submission."""
-    sampling: SamplingParams
-    stops: StopConditions
-    prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to report for each prompt token; None: nothing."""
-    speculate: bool = True
-    """Whether drafts of its tokens may be verified."""
-    priority: int = 0
-    """Lower runs earlier."""
-    namespace: str = ""
-    """The part of the prefix index in which its prefix is found and left."""
-    expected_cached_len: int = 0
-    """Tokens of its input that its router expects to be here: no load, if reusable."""
-    grammar: Future[Any] | None = None
-    """Of its output, compiled; held as long as it lives, so that no forward waits for it."""
-    session: KeptSession | None = None
-    """Whose turn it is; it is the first choice, and the only one."""
+    """The outputs of the one prompt that it stands for."""
     borrowed_len: int = 0
     """Tokens that its lease had when its session lent it; 0: the lease is its own."""
-    arrived: float = field(default_factory=time.monotonic)
-    """When a router took it, by this worker's clock."""
     received: float = field(default_factory=time.monotonic)
     """When this attempt began here; earlier ones have timings of their own."""
     bypassed: int = 0
@@ -93,46 +72,69 @@ class Request:
     """That it has waited for those before the last one."""
     storage_wait: StorageWait | None = None
     """What storage has of it, which comes to the host, or has."""
-    trace: AttemptTrace | None = None
-    """Of a request that is traced."""
     has_ended: bool = False
     """It was released, though a forward may still compute it."""
+    params: GenerationParams = field(init=False)
+    """All that its client has chosen for its outputs."""
+    input_len: int = field(init=False)
+    """Tokens that it came with: the prompt, and what an earlier attempt has emitted."""
+    expected_cached_len: int = field(init=False)
+    """Tokens of its input that its router expects to be here: no load, if reusable."""
     most_tokens: int = field(init=False)
     """Tokens whose KV it may come to hold: all but the last one sampled."""
     input_ids: TokenIds = field(init=False)
     """``[input_len]`` what it came with, as the prefix index takes it."""
 
     def __post_init__(self) -> None:
-        self.input_ids = np.asarray(self.token_ids(0, self.input_len), np.int32)
-        self.expected_cached_len = min(self.expected_cached_len, self.reusable_len)
-        self.most_tokens = len(self.prompt_ids) + self.stops.max_tokens - 1
+        submission = self.command.submission
+        self.params = submission.sampling_params
+        self.input_len = len(submission.input_ids)
+        self.input_ids = np.asarray(submission.input_ids, np.int32)
+        self.expected_cached_len = min(submission.cached_tokens, self.reusable_len)
+        self.most_tokens = len(self.prompt_ids) + self.params.stops.max_tokens - 1
 
     @classmethod
     def of(cls, command: Submit, **more: Any) -> Self:
         """Make a request of what a router has submitted; `more` are the subclass's fields."""
-        prompt = command.input_ids[: command.prompt_len]
-        emitted = command.input_ids[command.prompt_len :]
+        submission = command.submission
         return cls(
+            command=command,
             key=command.key,
-            link=command.link,
-            prompt_ids=prompt,
-            output_ids=list(emitted),
-            input_len=len(command.input_ids),
-            choices=command.choices,
-            sampling=command.sampling,
-            stops=command.stops,
-            # An earlier attempt has reported them before its first token.
-            prompt_logprobs=None if emitted else command.prompt_logprobs,
-            speculate=command.speculate,
-            priority=command.priority,
-            namespace=command.namespace,
-            expected_cached_len=command.cached_tokens,
-            grammar=command.grammar,
-            session=command.session,
-            arrived=command.arrived,
-            trace=command.trace,
+            prompt_ids=submission.prompt_ids,
+            output_ids=list(submission.emitted_ids),
+            choices=submission.choices,
             **more,
         )
+
+    @property
+    def link(self) -> RouterLink:
+        """Where its outputs go."""
+        return self.command.link
+
+    @property
+    def trace(self) -> AttemptTrace | None:
+        """The recorder of its spans, if it is traced."""
+        return self.command.trace
+
+    @property
+    def session(self) -> KeptSession | None:
+        """The session whose turn it is; it is the first choice then, and the only one."""
+        return self.command.submission.session
+
+    @property
+    def namespace(self) -> str:
+        """The part of the prefix index in which its prefix is found and left."""
+        return self.command.submission.namespace
+
+    @property
+    def priority(self) -> int:
+        """Its rank: a lower one runs earlier."""
+        return self.command.submission.priority
+
+    @property
+    def arrived(self) -> float:
+        """When a router took it, by this worker's clock."""
+        return self.command.arrived
 
     @property
     def num_tokens(self) -> int:
@@ -157,7 +159,7 @@ class Request:
         The last one is, to be sampled from; and all are, if they are to be scored, or if a
         forward has failed with the request: what others computed may be why.
         """
-        computes_all = self.prompt_logprobs is not None or self.alone
+        computes_all = self.params.prompt_logprobs is not None or self.alone
         return 0 if computes_all else self.input_len - 1
 
     @property
@@ -179,10 +181,8 @@ class Request:
             token_ids=self.token_ids(0, self.num_tokens),
             prompt_ids=self.prompt_ids,
             input_len=self.input_len,
-            sampling=self.sampling,
-            stops=self.stops,
+            params=self.params,
             choices=choices,
-            prompt_logprobs=self.prompt_logprobs,
             kv_len=self.kv_written_len,
             draft_kv_len=self.kv_written_len,
         )

@@ -195,7 +195,7 @@ class WorkerLink:
             lent_tokens: of the input, that this worker is expected to have read before it computes.
         """
         assert self.ready, f"{self.endpoint.name} is not ready"
-        role, input_tokens = self.endpoint.role, len(submission.input_ids)
+        role, input_tokens = self.endpoint.role, submission.input_len
         cached, expected = 0, None
         if marks := submission.request.marks:
             cached = self._expect_hit(submission, computes=prefill is None)
@@ -218,7 +218,7 @@ class WorkerLink:
         """How many tokens of the prompt the worker is expected to have for the session."""
         if computes and self.endpoint.role in submission.in_full_on:
             return 0
-        return min(submission.kept_on(self.endpoint.incarnation), len(submission.input_ids) - 1)
+        return min(submission.kept_on(self.endpoint.incarnation), submission.input_len - 1)
 
     def forget_session(self, name: str) -> None:
         """Tells the worker to keep nothing of a session, now or when it is attached again."""
@@ -244,7 +244,7 @@ class WorkerLink:
         if computes and role in submission.in_full_on:
             return 0
         known = self._prefixes.hit_tokens(self.endpoint.incarnation, submission.request.marks)
-        cached = min(known, len(submission.input_ids) - 1)
+        cached = min(known, submission.input_len - 1)
         self._on_expected_hit(role, cached)
         return cached
 

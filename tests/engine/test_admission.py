@@ -13,7 +13,8 @@ from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.shape import PoolShape
-from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, StopConditions
+from tests.engine.submissions import submit
 from tests.known import known
 
 
@@ -25,18 +26,16 @@ def kv_cache(pages: int = 100) -> KVCacheManager:
 def request(
     number: int = 0, *, prompt: int = 4, most: int = 40, priority: int = 0, choices: int = 1
 ) -> Request:
-    return Request(
-        key=RequestKey("router", str(number), 1),
-        link=RouterLink("router"),
-        prompt_ids=[1] * prompt,
-        output_ids=[],
-        input_len=prompt,
-        choices=tuple(range(choices)),
-        sampling=SamplingParams(),
-        stops=StopConditions(max_tokens=most),
+    command = submit(
+        RouterLink("router"),
+        RequestKey("router", str(number), 1),
+        [1] * prompt,
+        StopConditions(max_tokens=most),
+        n=choices,
         priority=priority,
         arrived=float(number),
     )
+    return Request.of(command)
 
 
 @given(

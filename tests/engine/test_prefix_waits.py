@@ -26,10 +26,11 @@ from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, StopConditions
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.simulation.clockwork import Clockwork
+from tests.engine.submissions import submit
 from tests.engine.test_scenarios import step_until
 from tests.known import known
 
@@ -340,17 +341,8 @@ class Bench:
         self.leader.lease = known(self.kv_cache.open("leader", len(PREFIX)))
 
     def request(self, prompt: list[int], **fields: Any) -> Request:
-        return Request(
-            key=RequestKey("router", "1", 1),
-            link=RouterLink("router"),
-            prompt_ids=prompt,
-            output_ids=[],
-            input_len=len(prompt),
-            choices=(0,),
-            sampling=SamplingParams(),
-            stops=StopConditions(max_tokens=4),
-            **fields,
-        )
+        key, stops = RequestKey("router", "1", 1), StopConditions(max_tokens=4)
+        return Request.of(submit(RouterLink("router"), key, prompt, stops, **fields))
 
     def must_wait(self, request: Request) -> bool:
         return self.waits.must_wait(request, request.reusable_len, [self.leader])

@@ -12,7 +12,7 @@ from typing import Any
 from kvrelay.decode_worker.hand_over_stream import HandOverStream as DecodeStream
 from kvrelay.decode_worker.hand_over_stream import PeerMessage, PeerProbed, StreamLost
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.scheduler.commands import Attach, Cancel, Detach, PeerDied, Submit
+from kvrelay.engine.scheduler.commands import Attach, Detach, PeerDied, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.storage.storage_pages import PageStore
@@ -25,7 +25,7 @@ from kvrelay.prefill_worker.request import (
     StreamOpened,
 )
 from kvrelay.wire.load import PeerTransport
-from kvrelay.wire.submit import RequestKey
+from kvrelay.wire.submit import CancelRequest, RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.model import FULL, Windows
 from tests.engine.simulation.router import SimRequest, SimRouter
@@ -118,7 +118,7 @@ class Simulation(SimRouter):
 
     def cancel(self, request: SimRequest, worker: SimWorker) -> None:
         self._disturb(request.key)
-        worker.inbox.post(Cancel(request.key))
+        worker.inbox.post(CancelRequest(request.key))
 
     def break_stream(self) -> None:
         """A hand-over stream is lost under both sides."""
