@@ -111,11 +111,12 @@ tools-env: $(READY) ## make the environments of aiperf, guidellm and lm-eval, fo
 	$(BIN)/python -m tests.tools.environments
 
 .PHONY: check
-check: $(READY) check-stubs check-proto check-docs ## check lint, format, types, layers, messages and documentation
+check: $(READY) check-stubs check-proto check-docs ## check lint, format, types, layers, rules of the house, messages and documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m checks
 
 # Writes into a tree of its own, so that the committed stubs can be compared with it.
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto \

@@ -31,14 +31,14 @@ from kvrelay.wire.submit import CancelRequest
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class AggregatedRequest(GeneratingRequest):
-    """A prompt to compute and to continue."""
+    """A request whose prompt this worker computes and continues."""
 
 
 class AggregatedScheduler:
-    """Computes prompts and generates; the `Scheduler` of an aggregated worker.
+    """The `Scheduler` of an aggregated worker, which computes prompts and generates.
 
-    The baseline: the same loop, batches and memory without a hand-over. A request
-    that is retracted waits here again, before everything that came later.
+    It is the baseline: the same loop, batches and memory without a hand-over. A retracted request
+    waits here again, before all requests that came later.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -110,7 +110,7 @@ class AggregatedScheduler:
             self._waiting.remove(request)
 
     def _must_wait(self, request: AggregatedRequest) -> bool:
-        """Whether another one computes its prefix, or a lower tier brings it back."""
+        """Whether another request computes its prefix, or a lower tier brings it back."""
         if self._waits.must_wait(request, request.reusable_len, self._computing):
             return True
         return self._loads.must_wait(request, request.reusable_len, lambda: self._headroom(request))
@@ -122,7 +122,7 @@ class AggregatedScheduler:
         return self._growth.headroom(request, [*self._running, *self._computing])
 
     def schedule(self) -> Sequence[Scheduled[AggregatedRequest]]:
-        """Allocate the next token of all that generate, and chunks of prompts beside them."""
+        """Allocate the next token of all requests that generate, and prompt chunks beside them."""
         return self._steps.schedule()
 
     def process_step_output(self, item: Scheduled[AggregatedRequest], output: StepOutput) -> None:
@@ -141,7 +141,7 @@ class AggregatedScheduler:
     def load(self) -> WorkerLoad:
         """Count requests, prompt tokens that are not computed, and expected growth.
 
-        What is expected to be cached takes room, and need not be computed.
+        Tokens that are expected to be cached take room, but need not be computed.
         """
         left = self._computing.tokens_left
         to_hold = [request.input_len for request in self._waiting]
@@ -155,17 +155,17 @@ class AggregatedScheduler:
         )
 
     def progress(self) -> Iterator[tuple[AggregatedRequest, RequestProgress]]:
-        """How far each request has come."""
+        """Yield how far each request has come."""
         shape = self._context.kv_cache.shape
         for request in self._context.requests.values():
             pages = shape.pages_for(request.input_len)
             yield request, request.progress(pages, shape.page_size)
 
     def _release_retracted(self, request: AggregatedRequest) -> None:
-        """Free the memory of a request and let it wait again, with what it has generated.
+        """Free a request's memory and let it wait again, with the tokens that it has generated.
 
-        It goes before everything that came later. If the worker drains, its router
-        submits it elsewhere instead.
+        It goes before all requests that came later. If the worker drains, its router submits it
+        elsewhere instead.
         """
         if self._context.draining:
             self._end_early(request, RequestEnd(EndReason.RETRACTED), Outcome.RETRACTED)

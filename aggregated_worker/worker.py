@@ -1,4 +1,4 @@
-"""Builds an aggregated worker."""
+"""The assembly of an aggregated worker."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class AggregatedPlugin:
 
 
 def build(config: WorkerConfig) -> Worker:
-    """An aggregated worker that is not started yet."""
+    """Make an aggregated worker that is not started yet."""
     return Worker(config, AggregatedPlugin)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from checks import docstrings
+from checks import docstrings, folders, names
 from checks.sources import read_sources
 
-CHECKS = {"docstrings": docstrings.check}
+CHECKS = {"docstrings": docstrings.check, "folders": folders.check, "names": names.check}
 
 
 def main() -> int:

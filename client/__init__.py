@@ -7,9 +7,9 @@
         for response in client.generate("The capital of France is", max_tokens=32):
             print(response.delta.text, end="", flush=True)
 
-A request goes to the router that has the fewest of this client. If that one is lost, or refuses it
-for now, it goes to another one, which gives the same tokens from the start; what was delivered
-already is left out.
+A request goes to the router that has the fewest calls of this client. If that router is lost, or
+refuses the request for now, the client tries another one. The new router gives the same tokens from
+the start; the client leaves out the ones that it has delivered.
 """
 
 from kvrelay.client.access import Access

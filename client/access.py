@@ -1,4 +1,4 @@
-"""What a client needs to be let into a cluster: TLS and a token."""
+"""The access of a client to a cluster: TLS and a token."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """TLS and a token. Without either: plain text, to a router that asks for none."""
+    """TLS and a token.
+
+    With neither, the client speaks plain text to a router that asks for no token.
+    """
 
     tls: bool = False
     """Whether to use TLS."""
     ca: Path | None = None
-    """The authority that must have signed the server's certificate; None: any public one."""
+    """The authority that must have signed the server's certificate; None: any public authority."""
     token: str | None = field(default=None, repr=False)
 
     @property
     def metadata(self) -> Metadata:
-        """What is sent with every call."""
+        """The gRPC metadata that is sent with every call."""
         return () if self.token is None else bearer(self.token)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For a channel; None: plain text. Raises OSError if the authority cannot be read."""
+        """Credentials for a channel; None: plain text. Raises OSError if `ca` cannot be read."""
         if self.ca is not None:
             return grpc.ssl_channel_credentials(self.ca.read_bytes())
         return grpc.ssl_channel_credentials() if self.tls else None
@@ -86,7 +89,7 @@ def open_channel(server: str, credentials: grpc.ChannelCredentials | None) -> gr
 
 
 def open_aio_channel(server: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    """The same for asyncio."""
+    """A channel to ``HOST:PORT``, for asyncio; without credentials, in plain text."""
     if credentials is None:
         return grpc.aio.insecure_channel(server, channel_options(server))
     return grpc.aio.secure_channel(server, credentials, channel_options(server))

@@ -20,7 +20,7 @@ class Output:
 
 @dataclass(slots=True)
 class Answer:
-    """What a request has got."""
+    """The whole answer to a request: its outputs and its completion."""
 
     request_id: str = ""
     outputs: list[Output] = field(default_factory=list)
@@ -28,16 +28,16 @@ class Answer:
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     """One for each token of the prompt but the first, if the request asked for them."""
     complete: pb.GenerateComplete = field(default_factory=pb.GenerateComplete)
-    """How it ended, and what it took."""
+    """How the request ended, and the tokens it took."""
 
     @property
     def text(self) -> str:
-        """Of the first output."""
+        """The text of the first output."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Of the first output."""
+        """The token ids of the first output."""
         return self.outputs[0].token_ids
 
     def take(self, response: pb.GenerateResponse) -> None:

@@ -21,16 +21,16 @@ from kvrelay.v1 import inference_pb2 as pb
 
 
 class AsyncClient(KnownRouters):
-    """Calls the routers of a cluster, on the event loop that it was made on.
+    """A client of a cluster's routers, bound to the event loop that it was made on.
 
-    A context that closes it. Args and Raises: as of `KnownRouters`.
+    As a context manager it closes itself. Args and Raises: see `KnownRouters`.
     """
 
     _open_channel = staticmethod(open_aio_channel)
 
     @cached_property
     def _closed(self) -> asyncio.Event:
-        """Wakes who waits for a retry."""
+        """The event that wakes the tasks that wait for a retry."""
         return asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -40,7 +40,7 @@ class AsyncClient(KnownRouters):
         await self.close()
 
     async def close(self) -> None:
-        """End all calls; those get a `CallFailed`, as later ones do."""
+        """End all calls; they raise `CallFailed`, and so do later ones."""
         self._balancer.is_closed = True
         self._closed.set()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
@@ -52,14 +52,14 @@ class AsyncClient(KnownRouters):
         timeout_seconds: float | None = None,
         **fields: Any,
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """The stream of a request: its deltas, then its completion, each `GenerateResponse` once.
+        """Stream a request's deltas, then its completion, each `GenerateResponse` once.
 
         To leave it early, close it (`contextlib.aclosing`) or cancel the task that iterates.
 
         Args:
             prompt: text, token ids, or a whole request.
-            timeout_seconds: for all of it; the cluster then ends it, too.
-            fields: as of `make_request`.
+            timeout_seconds: for the whole request; the cluster ends it then, too.
+            fields: see `make_request`.
 
         Raises:
             ValueError: there is no such field. The stream raises `CallFailed` or `Diverged`.
@@ -73,17 +73,20 @@ class AsyncClient(KnownRouters):
         timeout_seconds: float | None = None,
         **fields: Any,
     ) -> Answer:
-        """As `generate`, but all at once. Raises `ClientError`, too."""
+        """Return the whole answer at once; the rest is as for `generate`.
+
+        Raises `ClientError`, too.
+        """
         answer = Answer()
         async for response in self.generate(prompt, timeout_seconds=timeout_seconds, **fields):
             answer.take(response)
         return answer
 
     async def call(self, method: str, request: Any, *, timeout_seconds: float | None = None) -> Any:
-        """One of the other calls of `InferenceService`, as ``call("Tokenize", TokenizeRequest())``.
+        """Make any other call of `InferenceService`, as ``call("Tokenize", TokenizeRequest())``.
 
         Raises:
-            CallFailed: it cannot be had.
+            CallFailed: no router answered in time, or one refused.
         """
         attempts = self._attempts(timeout_seconds)
         while True:
@@ -95,10 +98,10 @@ class AsyncClient(KnownRouters):
                 attempts.failed(failure)
 
     async def abort(self, request_id: str, *, timeout_seconds: float | None = None) -> bool:
-        """End a live request, whichever router has it; returns whether one had it.
+        """End a live request, whichever router has it; return whether one had it.
 
         Raises:
-            CallFailed: none had it of those that could be asked.
+            CallFailed: a router could not be asked, and none of the others had the request.
         """
         message, failure = pb.AbortRequest(request_id=request_id), None
         for server in self._servers:

@@ -1,4 +1,4 @@
-"""The attempts at one call, whatever carries them: which router is next, and when it is enough."""
+"""The attempts at one call: which router is next, and when to give up."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvrelay.client.errors import CallFailed
 
 
 class Attempts:
-    """Decides after each failure whether to go on, where and when.
+    """The decision after each failure whether to go on, where and when.
 
     Args:
-        balancer: of the client.
-        retry_seconds: without anything new after which the last failure is raised; 0: at once.
+        balancer: the client's.
+        retry_seconds: the last failure is raised after this time without anything new; 0: at once.
         timeout_seconds: for all attempts together; None: there is no bound.
-        clock: of seconds.
+        clock: the time in seconds.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Attempts:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the deadline of all attempts; None: there is none."""
+        """Seconds until the deadline of all attempts; None: there is no deadline."""
         return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
 
     def next(self) -> tuple[str, float]:
@@ -69,16 +69,16 @@ class Attempts:
         return now + wait_seconds > since + self._retry_seconds
 
     def heard(self, server: str, *, is_new: bool) -> None:
-        """A router has sent something; it is new unless a former attempt has had it."""
+        """Note that a router has sent something; it is new unless a former attempt has had it."""
         self._balancer.answered(server)
         if is_new:
             self._failing_since = None
 
     def failed(self, failure: CallFailed) -> None:
-        """An attempt has ended.
+        """Note that an attempt has failed.
 
         Raises:
-            CallFailed: it is of no use to try again.
+            CallFailed: it is no use to try again.
         """
         if not failure.may_pass:
             raise failure
@@ -91,10 +91,10 @@ class Attempts:
 
 
 def without_completion(server: str) -> CallFailed:
-    """What a stream that just ends comes to."""
+    """The failure of a call whose stream ended without a completion."""
     return CallFailed(server, grpc.StatusCode.UNAVAILABLE, "the stream ended without a completion")
 
 
 def cancelled(server: str) -> CallFailed:
-    """What a call that its own client has ended comes to."""
+    """The failure of a call that its own client has ended."""
     return CallFailed(server, grpc.StatusCode.CANCELLED, "cancelled by its client")

@@ -1,4 +1,4 @@
-"""Chooses a router for each call: one that has not failed lately, and has few calls."""
+"""The choice of a router for each call: one that has not failed lately, and has few calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MOST_PAUSE_SECONDS: Final = 5.0
 @dataclass(slots=True)
 class _Router:
     calls: int = 0
-    """That are open."""
+    """Open calls."""
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     not_before: float = 0.0
-    """It is not called earlier, on the clock."""
+    """The time on the clock before which the router is not called."""
 
 
 class Balancer:
@@ -28,7 +28,7 @@ class Balancer:
 
     Args:
         servers: ``HOST:PORT`` of each.
-        clock: of seconds.
+        clock: the time in seconds.
     """
 
     def __init__(self, servers: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +38,7 @@ class Balancer:
         self._clock = clock
         self._lock = threading.Lock()
         self.is_closed = False
-        """The client is: no call begins any more."""
+        """Whether the client is closed: no call begins any more."""
 
     def choose(self) -> tuple[str, float]:
         """The router to call next, and the seconds until it may be called."""
@@ -54,24 +54,25 @@ class Balancer:
             return chosen, max(self._routers[chosen].not_before - now, 0.0)
 
     def begin(self, server: str) -> None:
-        """A call begins."""
+        """Note that a call begins."""
         with self._lock:
             self._routers[server].calls += 1
 
     def end(self, server: str) -> None:
-        """A call has ended, however it did."""
+        """Note that a call has ended, however it did."""
         with self._lock:
             self._routers[server].calls -= 1
 
     def answered(self, server: str) -> None:
-        """A router has sent something good."""
+        """Note that a router has sent a good answer."""
         with self._lock:
             self._routers[server].failures = 0
 
     def failed(self, server: str, retry_seconds: float | None) -> None:
-        """A call may pass later: not before what the router asks for, else longer each time.
+        """Note that a call has failed and may pass later.
 
-        Calls that fail while the router is left alone are of the same outage, which counts once.
+        The router is not called again before the time that it asks for; else the pause doubles with
+        each failure. Calls that fail during the pause belong to the same outage, which counts once.
         """
         with self._lock:
             router, now = self._routers[server], self._clock()

@@ -19,13 +19,13 @@ from kvrelay.client.resumption import Resumption
 from kvrelay.v1 import inference_pb2 as pb
 
 _LOOK_SECONDS: Final = 0.1
-"""Between two looks, while a retry is waited for, whether the call is over."""
+"""Seconds between two looks whether the call is over, during the wait for a retry."""
 
 
 class Client(KnownRouters):
-    """Calls the routers of a cluster; any number of threads may use it. A context that closes it.
+    """A client of a cluster's routers, for any number of threads.
 
-    Args and Raises: as of `KnownRouters`.
+    As a context manager it closes itself. Args and Raises: see `KnownRouters`.
     """
 
     _open_channel = staticmethod(open_channel)
@@ -37,7 +37,7 @@ class Client(KnownRouters):
         self.close()
 
     def close(self) -> None:
-        """End all calls; those get a `CallFailed`, as later ones do."""
+        """End all calls; they raise `CallFailed`, and so do later ones."""
         self._balancer.is_closed = True
         for channel in self._channels.values():
             channel.close()
@@ -49,15 +49,15 @@ class Client(KnownRouters):
         timeout_seconds: float | None = None,
         **fields: Any,
     ) -> Stream:
-        """The stream of a request: its deltas, then its completion.
+        """Start a request; return the stream of its deltas and its completion.
 
         Args:
             prompt: text, token ids, or a whole request.
-            timeout_seconds: for all of it; the cluster then ends it, too.
-            fields: as of `make_request`.
+            timeout_seconds: for the whole request; the cluster ends it then, too.
+            fields: see `make_request`.
 
         Raises:
-            ValueError: there is no such field. What a call raises, the stream does.
+            ValueError: there is no such field. Failures of the call are raised by the stream.
         """
         return Stream(self, self._request(prompt, fields), self._attempts(timeout_seconds))
 
@@ -68,17 +68,20 @@ class Client(KnownRouters):
         timeout_seconds: float | None = None,
         **fields: Any,
     ) -> Answer:
-        """As `generate`, but all at once. Raises `ClientError`, too."""
+        """Return the whole answer at once; the rest is as for `generate`.
+
+        Raises `ClientError`, too.
+        """
         answer = Answer()
         for response in self.generate(prompt, timeout_seconds=timeout_seconds, **fields):
             answer.take(response)
         return answer
 
     def call(self, method: str, request: Any, *, timeout_seconds: float | None = None) -> Any:
-        """One of the other calls of `InferenceService`, as ``call("Tokenize", TokenizeRequest())``.
+        """Make any other call of `InferenceService`, as ``call("Tokenize", TokenizeRequest())``.
 
         Raises:
-            CallFailed: it cannot be had.
+            CallFailed: no router answered in time, or one refused.
         """
         attempts = self._attempts(timeout_seconds)
         while True:
@@ -90,10 +93,10 @@ class Client(KnownRouters):
                 attempts.failed(failure)
 
     def abort(self, request_id: str, *, timeout_seconds: float | None = None) -> bool:
-        """End a live request, whichever router has it; returns whether one had it.
+        """End a live request, whichever router has it; return whether one had it.
 
         Raises:
-            CallFailed: none had it of those that could be asked.
+            CallFailed: a router could not be asked, and none of the others had the request.
         """
         message, failure = pb.AbortRequest(request_id=request_id), None
         for server in self._servers:
@@ -130,13 +133,13 @@ class Client(KnownRouters):
 class Stream:
     """The events of a request, each `GenerateResponse` once; an iterator, for one thread.
 
-    If it breaks it goes on with another call, on another router if there is one.
+    If the call breaks, the stream goes on with a new call, on another router if there is one.
     Iterating raises `CallFailed` or `Diverged`.
     """
 
     def __init__(self, client: Client, request: pb.GenerateRequest, attempts: Attempts) -> None:
         self.request_id = request.request_id
-        """The request's; empty if the router is to draw one."""
+        """The request's id; empty if the router is to draw one."""
         self._client = client
         self._request = request
         self._attempts = attempts
@@ -157,14 +160,17 @@ class Stream:
         self.close()
 
     def cancel(self) -> None:
-        """End the request; who iterates gets a `CallFailed`. From any thread, or signal handler."""
+        """End the request; its iterator raises `CallFailed`.
+
+        Callable from any thread or signal handler.
+        """
         self._is_cancelled = True
         call = self._call
         if call is not None:
             call.cancel()
 
     def close(self) -> None:
-        """End the request if it is not over; by the thread that iterates."""
+        """End the request if it is not over. Only the thread that iterates may call it."""
         self._events.close()
 
     def _run(self) -> Generator[pb.GenerateResponse]:

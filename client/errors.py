@@ -1,4 +1,4 @@
-"""What calls raise.
+"""Errors that the client's calls raise.
 
 ::
 
@@ -13,17 +13,17 @@ import grpc
 
 
 class ClientError(Exception):
-    """Of this library."""
+    """The base of this library's errors."""
 
 
 class CallFailed(ClientError):  # noqa: N818
-    """A call has ended without its result, and was not, or is not any more, tried again.
+    """The end of a call without its result; no other attempt is made.
 
     Args:
         server: the router that was called last.
-        status: of the call.
+        status: the call's status.
         detail: a sentence from the router, or from gRPC.
-        retry_seconds: after which the router asks to be tried again; None: it did not say.
+        retry_seconds: the router asks to be tried again after this time; None: it did not say.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CallFailed(ClientError):  # noqa: N818
 
     @classmethod
     def of(cls, server: str, error: grpc.RpcError) -> CallFailed:
-        """From what gRPC raises for a call."""
+        """Make the failure from the error that gRPC raises for a call."""
         hint = dict(error.trailing_metadata() or ()).get("retry-after-ms")
         seconds = int(hint) / 1000 if isinstance(hint, str) and hint.isdecimal() else None
         return cls(server, error.code(), error.details() or "", seconds)
@@ -51,8 +51,8 @@ class CallFailed(ClientError):  # noqa: N818
 
 
 class Diverged(ClientError):  # noqa: N818
-    """A stream that began again does not continue what was delivered.
+    """A stream that began again differs from the tokens that were delivered.
 
-    It happens in bfloat16 and float16 without --batch-invariant, where rounding depends on what is
-    beside a request; and with routers whose --seed-key-file differ, if the request sets no seed.
+    It happens in bfloat16 and float16 without --batch-invariant, where rounding depends on the rest
+    of the batch. It also happens if routers differ in --seed-key-file and the request sets no seed.
     """

@@ -1,4 +1,4 @@
-"""What both kinds of clients have in common: the routers, and how they are called."""
+"""The common part of both kinds of client: the routers, and how they are called."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class KnownRouters:
     Args:
         servers: ``HOST:PORT`` of one or more routers.
         access: TLS and a token.
-        retry_seconds: a call that fails, and may succeed later or elsewhere, is tried again for so
-            long without anything new from it; 0: never.
+        retry_seconds: a call that may succeed later or elsewhere is tried again until this time has
+            passed without anything new; 0: never.
 
     Raises:
         ValueError: a token would go to another machine in plain text.

@@ -1,4 +1,4 @@
-"""Makes requests of what a caller gives."""
+"""Requests made from a caller's prompt and fields."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _OWN_FIELDS: Final = frozenset(
 
 
 def make_request(prompt: Prompt | pb.GenerateRequest, **fields: Any) -> pb.GenerateRequest:
-    """A request; a message is taken as it is.
+    """Make a request from a prompt and fields; return a whole message as it is.
 
     Args:
         prompt: text, token ids, or a whole request.
-        fields: of `GenerateRequest` and of its `SamplingParams`, as ``max_tokens=32``; those that
-            are None are not set.
+        fields: fields of `GenerateRequest` and of its `SamplingParams`, as ``max_tokens=32``; a
+            field that is None is not set.
 
     Raises:
-        ValueError: there is no such field, or a message was given beside fields; also for a value
-            that a field cannot hold, as does TypeError.
+        ValueError: there is no such field, a field cannot hold its value, or a whole message and
+            fields were given.
+        TypeError: a field cannot hold its value.
     """
     if isinstance(prompt, pb.GenerateRequest):
         if fields:

@@ -1,4 +1,4 @@
-"""Continues a stream that begins again: what was delivered before is left out."""
+"""The continuation of a stream that begins again, without what was delivered before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrelay.v1 import inference_pb2 as pb
 
 
 class _Output:
-    """What was delivered of one output, and how far the present stream has come in it."""
+    """The delivered part of one output, and how far the present stream has come in it."""
 
     __slots__ = ("text_seen", "text_told", "tokens")
 
@@ -23,10 +23,10 @@ class _Output:
 
 
 class Resumption:
-    """Lets through of each of a request's streams, one after the other, what none had before.
+    """A filter over a request's streams, one after the other: each token passes once.
 
-    Every stream has all of the request's tokens from the first on, but may cut them into other
-    deltas, and may hold back other parts of the text for a while.
+    Every stream has all of the request's tokens, from the first on. Streams may cut them into
+    different deltas, and may hold back different parts of the text for a while.
     """
 
     def __init__(self) -> None:
@@ -35,16 +35,16 @@ class Resumption:
         self._scores_seen = 0
 
     def begin(self) -> None:
-        """A stream begins, with the request's first event."""
+        """Note that a stream begins, with the request's first event."""
         self._scores_seen = 0
         for output in self._outputs.values():
             output.text_seen = 0
 
     def take(self, response: pb.GenerateResponse) -> pb.GenerateResponse | None:
-        """The event without what was delivered before; None: nothing is left of it.
+        """Return the event without the part that was delivered before; None: nothing is left of it.
 
         Raises:
-            Diverged: it is another token, or a later one, than what comes next.
+            Diverged: a token differs from the one delivered before, or is not the next one.
         """
         if not response.HasField("delta"):
             return response
@@ -62,7 +62,7 @@ class Resumption:
 
     @staticmethod
     def _known_tokens(output: _Output, delta: pb.GenerateDelta) -> int:
-        """How many of a delta's tokens were delivered before."""
+        """Count the tokens of a delta that were delivered before."""
         known = len(output.tokens) - delta.index
         if known < 0 and delta.token_ids:
             raise Diverged(f"token {delta.index} came after {len(output.tokens)} tokens")
@@ -79,7 +79,7 @@ class Resumption:
 def _cut(
     response: pb.GenerateResponse, tokens: int, text: int, scores: int
 ) -> pb.GenerateResponse | None:
-    """The event without that many tokens, characters and prompt's scores at its start."""
+    """Cut the given numbers of tokens, characters and prompt's scores from an event's start."""
     delta = response.delta
     rest = pb.GenerateDelta(
         index=delta.index + tokens,

@@ -1,4 +1,4 @@
-"""Widens pages of 8 bits by a table of all 256 numbers, compiled for a CPU."""
+"""The widening of 8-bit pages by a table of all 256 numbers, compiled for a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dequantize_pages(
 ) -> None:
     """Write ``tables[part, pages[...]]`` to ``out [n, parts, numbers]``.
 
-    ``pages`` is a pool's flat memory as bytes; ``tables [parts, 256]`` and `out` are of one type.
+    `pages` is a pool's flat memory as bytes; ``tables [parts, 256]`` and `out` have one dtype.
     """
     args = (np.zeros(1, np.int64), pages, layer_start, page_stride, page_ids, tables, out)
     run_on_team(threads, dequantize_some, args)
@@ -37,7 +37,7 @@ def dequantize_some(
     tables: Array,
     out: Array,
 ) -> None:
-    """Pages of `dequantize_pages` until none is left."""
+    """Write pages of `dequantize_pages` until none is left."""
     index = take(counter, 1)
     numbers = out.shape[2]
     while index < len(page_ids):

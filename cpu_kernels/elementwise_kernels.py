@@ -1,8 +1,8 @@
 """Normalization, rotation and activation, compiled for a CPU.
 
 Rows are bfloat16 bits (uint16), one after the other; sums are in float32. Threads of the team take
-rows in turn. Kernels are given addresses: to make an array of a tensor, and to take it apart again,
-costs more than most of them compute for one row.
+rows in turn. Kernels are given addresses. To make an array of a tensor, and to take it apart again,
+costs more than most kernels take for one row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrelay.cpu_kernels.jit import (
 from kvrelay.cpu_kernels.team import run_on_team, take
 
 TAKEN_ROWS = 16
-"""By a thread at a time."""
+"""The rows that a thread takes at a time."""
 
 
 @kernel
@@ -37,7 +37,7 @@ def rms_norm(
     eps: float,
     out: int,
 ) -> None:
-    """``x, out [rows, width]``, ``weight [width]``: a wide one is float32."""
+    """Normalize ``x [rows, width]`` into `out`; a wide ``weight [width]`` is float32."""
     counter, small = np.zeros(1, np.int64), np.float32(eps)
     source = array_at(x, (rows, width), np.uint16)
     target = array_at(out, (rows, width), np.uint16)
@@ -51,7 +51,7 @@ def rms_norm(
 
 @kernel
 def rms_norm_rows(counter: Array, x: Array, weight: Array, eps: Any, out: Array) -> None:
-    """Rows of `rms_norm` until none is left."""
+    """Compute rows of `rms_norm` until none is left."""
     count = len(x)
     begin = take(counter, TAKEN_ROWS)
     while begin < count:
@@ -62,7 +62,7 @@ def rms_norm_rows(counter: Array, x: Array, weight: Array, eps: Any, out: Array)
 
 @inlined
 def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
-    """One row of `rms_norm`."""
+    """Compute one row of `rms_norm`."""
     squares = np.float32(0)
     for i in range(len(x)):
         value = widen(x[i])
@@ -89,7 +89,7 @@ def rotate(
 
 @kernel
 def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array) -> None:
-    """Rows of `rotate` until none is left."""
+    """Compute rows of `rotate` until none is left."""
     total = len(heads)
     begin = take(counter, TAKEN_ROWS)
     while begin < total:
@@ -101,7 +101,7 @@ def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array
 
 @inlined
 def rotate_head(head: Array, cos: Array, sin: Array) -> None:
-    """One ``head [D]`` of `rotate`."""
+    """Rotate one ``head [D]``."""
     half = len(cos)
     first, second = head[:half], head[half:]
     for i in range(half):
@@ -120,7 +120,7 @@ def times_sigmoid(factor: Any, x: Any) -> Any:
 
 @kernel
 def silu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> None:
-    """``silu(gate) * up`` of ``gate_up [rows, 2 * width]`` into ``out [rows, width]``."""
+    """Write ``silu(gate) * up`` of ``gate_up [rows, 2 * width]`` into ``out [rows, width]``."""
     factors = array_at(gate_up, (rows, 2 * width), np.uint16)
     products = array_at(out, (rows, width), np.uint16)
     run_on_team(threads, silu_mul_rows, (np.zeros(1, np.int64), factors, products))
@@ -128,7 +128,7 @@ def silu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> Non
 
 @kernel
 def silu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
-    """Rows of `silu_mul` until none is left."""
+    """Compute rows of `silu_mul` until none is left."""
     count, width = out.shape
     begin = take(counter, TAKEN_ROWS)
     while begin < count:
@@ -139,7 +139,7 @@ def silu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
 
 @inlined
 def silu_mul_row(gates: Array, ups: Array, products: Array) -> None:
-    """One row of `silu_mul`."""
+    """Compute one row of `silu_mul`."""
     for i in range(len(products)):
         gate = widen(gates[i])
         store(products, i, times_sigmoid(gate, gate) * widen(ups[i]))
@@ -147,7 +147,7 @@ def silu_mul_row(gates: Array, ups: Array, products: Array) -> None:
 
 @kernel
 def gelu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> None:
-    """As `silu_mul`, with gelu by tanh."""
+    """Write ``gelu(gate) * up`` into `out`, with gelu by tanh; arguments as in `silu_mul`."""
     factors = array_at(gate_up, (rows, 2 * width), np.uint16)
     products = array_at(out, (rows, width), np.uint16)
     run_on_team(threads, gelu_mul_rows, (np.zeros(1, np.int64), factors, products))
@@ -155,7 +155,7 @@ def gelu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> Non
 
 @kernel
 def gelu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
-    """Rows of `gelu_mul` until none is left."""
+    """Compute rows of `gelu_mul` until none is left."""
     count, width = out.shape
     begin = take(counter, TAKEN_ROWS)
     while begin < count:
@@ -166,10 +166,12 @@ def gelu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
 
 @inlined
 def gelu_mul_row(gates: Array, ups: Array, products: Array) -> None:
-    """One row of `gelu_mul`.
+    """Compute one row of `gelu_mul`.
 
-    ``gelu(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2 * u)`` with
-    ``u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)``: Hendrycks and Gimpel (arXiv 1606.08415).
+    gelu is from Hendrycks and Gimpel (arXiv 1606.08415)::
+
+        gelu(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2 * u)
+        u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)
     """
     slope, bend = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
     for i in range(len(products)):

@@ -1,12 +1,12 @@
 """The noise of Gumbel-max sampling, from a counter: the same number on every machine.
 
-A token is drawn from ``softmax(logits)`` by taking the largest of ``logit + noise``
-with one Gumbel-distributed noise per token id (Gumbel 1954; "the exponential race").
-A rounding error of a logit changes the outcome only where the two best nearly tie,
-whereas one in a cumulated sum moves the boundaries of all tokens after it.
+Each token id gets a Gumbel-distributed noise (Gumbel 1954; "the exponential race"). The token with
+the largest ``logit + noise`` is then a draw from ``softmax(logits)``. A rounding error of a logit
+changes the outcome only where the two best nearly tie. In a cumulated sum, an error would move the
+boundaries of all tokens after it.
 
-The noise comes from Philox4x32-10 (Salmon and others, "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011), whose output is a pure function of a counter and a key::
+The noise comes from Philox4x32-10 (Salmon and others, "Parallel random numbers: as easy as 1, 2,
+3", SC 2011). Its output is a pure function of a counter and a key::
 
     key      seed, 64 bits
     counter  (block, position, choice, 0), 32 bits each
@@ -25,12 +25,12 @@ from kvrelay.cpu_kernels.jit import exact, kernel
 
 _BLOCKS = 16
 WORDS_MULTIPLE = 4 * _BLOCKS
-"""Words are made for as many token ids at a time: those of `_BLOCKS` neighbouring blocks."""
+"""Words are made for this many token ids at a time, those of `_BLOCKS` neighbouring blocks."""
 
 
 @exact
 def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Ten rounds: four 32-bit words."""
+    """Return the four 32-bit words after ten rounds."""
     for _ in range(10):
         p0 = np.uint64(c0) * np.uint64(0xD2511F53)
         p1 = np.uint64(c2) * np.uint64(0xCD9E8D57)
@@ -48,7 +48,7 @@ def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 @kernel
 def random_words(seed: Any, choice: Any, position: Any, out: Array) -> None:
-    """A 32-bit word for each token id into ``out [n]`` uint32; `n` is a multiple of 64."""
+    """Write a 32-bit word for each token id into ``out [n]`` uint32; `n` is a multiple of 64."""
     k0, k1 = np.uint32(seed), np.uint32(np.uint64(seed) >> np.uint64(32))
     for group in range(len(out) // WORDS_MULTIPLE):
         first_block, start = np.uint32(group * _BLOCKS), group * WORDS_MULTIPLE
@@ -91,8 +91,8 @@ def _log(x: Any) -> Any:
 def _gumbel(word: Any) -> Any:
     """``-log(-log(1 - v))`` for the number ``v`` in (0, 1) that `word` stands for.
 
-    A winner is nearly always a token with a small ``v``, so small ones keep their precision:
-    ``-log(1 - v)`` is taken from its series there.
+    The token that wins nearly always has a small ``v``, so a small ``v`` keeps its precision:
+    ``-log(1 - v)`` is computed by its series there.
     """
     v = (np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32)
     exponential = v * (np.float32(1.0) + v * (np.float32(0.5) + v * np.float32(0.33333334)))
@@ -103,9 +103,9 @@ def _gumbel(word: Any) -> Any:
 
 @kernel
 def add_noise(logits: Array, largest: Any, temperature: Any, words: Array, out: Array) -> None:
-    """Gumbel noise on scaled logits: ``out = (logits - largest) / temperature + noise(words)``.
+    """Add noise to scaled logits: ``out = (logits - largest) / temperature + noise(words)``.
 
-    All of them ``[n]``; `largest` only keeps the numbers small. What is -inf stays so.
+    Arrays are ``[n]``; `largest` only keeps the numbers small. A logit of -inf stays so.
     """
     for i in range(len(logits)):
         out[i] = (logits[i] - largest) / temperature + _gumbel(words[i])

@@ -1,8 +1,7 @@
-"""What the compiled CPU kernels share: the decorator, arrays at addresses, bfloat16 as bits, exp,
-prefetch.
+"""Common parts of compiled CPU kernels: decorators, arrays at addresses, floats, exp, prefetch.
 
-numba has neither bfloat16 nor, on a CPU, float16: kernels see the bits of the one as
-uint16, the upper half of a float32, and those of the other as int16.
+numba has neither bfloat16 nor, on a CPU, float16. Kernels see bfloat16's bits as uint16, the upper
+half of a float32, and float16's bits as int16.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REASSOCIATE = {"reassoc", "contract", "nsz", "arcp"}
-"""Lets sums be vectorized. Not "nnan": a NaN must reach the sampler, which refuses it."""
+"""The flags that let sums be vectorized, without "nnan": the sampler must see NaN to refuse it."""
 
 
 def _compile(function: Callable[P, R], **options: Any) -> Callable[P, R]:
@@ -43,12 +42,12 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """A part of kernels, compiled into its callers: their constants are constants in it too."""
+    """Compile a part of kernels into its callers, whose constants are then constants in it, too."""
     return _compile(function, fastmath=_REASSOCIATE, forceinline=True)
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
-    """Like `inlined`, with floating point operations in the order they are written."""
+    """Compile like `inlined`, but with floating point operations in the written order."""
     return _compile(function, forceinline=True)
 
 
@@ -64,7 +63,7 @@ def _pointer_to(_typing: Any, address: Any) -> Any:
 def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     """The array whose elements begin at an `address`, in C's order; inside kernels.
 
-    Nothing keeps its memory alive.
+    The array does not keep the memory alive.
     """
     return numba.carray(_pointer_to(address), shape, dtype)
 
@@ -135,7 +134,7 @@ def _store(array: Any, index: Any, value: Any) -> Any:
 
 @exact
 def round_to_bfloat16(value: Any) -> Any:
-    """To nearest, ties to even. (A NaN whose payload is all ones would overflow; none arises.)"""
+    """Round to nearest, ties to even. (A NaN of all ones would overflow; none arises.)"""
     bits = np.float32(value).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
@@ -165,7 +164,7 @@ def exp_of_negative(x: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:
-    """Ask for the line of ``array[index]`` (1-D, contiguous) in the second cache; any will do."""
+    """Fetch ``array[index]`` (1-D, contiguous) into the second cache; any index will do."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -1,13 +1,12 @@
-"""Where compiled kernels are kept between runs.
+"""The folder of compiled kernels, which are kept between runs.
 
 ::
 
     <the user's cache>/kvrelay/kernels/<digest of this folder's code and numba's version>/
 
-numba by itself notices a change of the file that a kernel is in, but not of
-another whose functions were compiled into it: hence the digest. It keeps what is
-compiled by the path of the file, too: hence `KernelLocator`, so that all checkouts and
-installations of the same code share it.
+numba by itself notices a change of a kernel's own file, but not of other files whose functions were
+compiled into the kernel. The digest covers these. numba also keeps compiled code by the path of the
+file. With `KernelLocator` all checkouts and installations of the same code share it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ SOURCES: Final = Path(__file__).resolve().parent
 
 
 def is_kernel_source(path: Path) -> bool:
-    """Whether a change of the file `path` is a change of `make_cache_folder`'s digest."""
+    """Whether the digest of `make_cache_folder` covers the file `path`."""
     return SOURCES in path.resolve().parents and path.suffix == ".py"
 
 
 @contextmanager
 def kernel_cache() -> Iterator[bool]:
-    """While a kernel is declared: whether it can be cached, and numba told where."""
+    """Tell numba the folder while a kernel is declared; yield whether the kernel can be cached."""
     folder = _folder()
     if folder is None:
         yield False
@@ -51,7 +50,7 @@ def kernel_cache() -> Iterator[bool]:
 
 
 class KernelLocator:
-    """Tells numba where it keeps what it compiles of a function, wherever the function's file lies.
+    """The locator that tells numba where to keep compiled functions of whatever file.
 
     It has the methods of numba's own locators.
     """
@@ -67,19 +66,19 @@ class KernelLocator:
         return cls(file, function.__code__.co_firstlineno)
 
     def ensure_cache_path(self) -> None:
-        """Make the folder again, should it be gone."""
+        """Make the folder again if it was removed."""
         Path(self._folder).mkdir(parents=True, exist_ok=True)
 
     def get_cache_path(self) -> str:
-        """The folder, of all kernels."""
+        """The folder of all kernels."""
         return str(self._folder)
 
     def get_source_stamp(self) -> str:
-        """What else must be equal: nothing, the folder is named after all of the code."""
+        """The stamp that must be equal; empty, as the folder is named after all of the code."""
         return ""
 
     def get_disambiguator(self) -> str:
-        """What tells functions of one name in one file apart."""
+        """The mark that tells functions of one name in one file apart."""
         return str(self._first_line)
 
 
@@ -87,7 +86,7 @@ def make_cache_folder(home: Path, sources: Path = SOURCES) -> Path:
     """Make the folder below `home` for kernels compiled from the Python files below `sources`.
 
     Raises:
-        OSError: it cannot be made or written to.
+        OSError: the folder cannot be made or written to.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     for path in sorted(sources.rglob("*.py")):

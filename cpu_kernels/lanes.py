@@ -1,7 +1,7 @@
 """Vectors of 16 float32 lanes that stay in registers, written as LLVM instructions.
 
 Numba's own loops would store and load sums at each step. LLVM cuts the vectors to the width that
-the processor has. What is multiplied comes in units::
+the processor has. Factors come in units::
 
     float32   one number: lane += row * other
     uint32    two bfloat16 numbers: lane += row[0] * other[0] + row[1] * other[1],
@@ -18,12 +18,12 @@ from llvmlite import ir
 
 LANES = 16
 LINE_BYTES = 4 * LANES
-"""Of the cache, and of a vector."""
+"""The bytes of a cache line, and of a vector."""
 
 _FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
 _EXP2 = (0.00132186722, 0.00967169832, 0.0555089302, 0.24022238, 0.693146884, 1.0)
-"""Coefficients, the highest first, of ``2 ** x`` on [-0.5, 0.5]: its error is below 2e-7."""
+"""The coefficients, the highest first, of ``2 ** x`` on [-0.5, 0.5]: its error is below 2e-7."""
 
 
 class BFloat(ir.Type):  # type: ignore[misc]
@@ -70,9 +70,10 @@ def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 def ask_for_line(
     builder: Any, place: Any, *, to_write: bool = False, second_cache: bool = False
 ) -> None:
-    """Ask for the cache line that the pointer `place` lies in; any is harmless.
+    """Fetch the cache line that the pointer `place` lies in; any pointer is harmless.
 
-    It is going to be read or, with `to_write`, written. With `second_cache` the first is left out.
+    The line will be read or, with `to_write`, written. With `second_cache` it is not put into the
+    first cache.
     """
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
@@ -91,8 +92,11 @@ def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
 
 
 _AS_WRITTEN = ("arcp",)
-"""Numba lets instructions without flags be reordered (`jit.kernel`). This flag is about divisions
-only: kernels for more and for fewer vectors give the same bits."""
+"""A flag that is about divisions only.
+
+Numba lets instructions without flags be reordered (`jit.kernel`). With this flag, kernels for more
+and for fewer vectors give the same bits.
+"""
 
 
 def add(builder: Any, x: Any, y: Any) -> Any:
@@ -111,7 +115,7 @@ def multiply(builder: Any, x: Any, y: Any) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """Of two vectors, lane by lane; `y` where `x` is NaN."""
+    """The larger of two vectors, lane by lane; `y` where `x` is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
@@ -124,7 +128,7 @@ def add_scaled(builder: Any, x: Any, y: Any, z: Any) -> Any:
 def loop(
     builder: Any, count: Any, carried: Sequence[Any], body: Callable[[Any, Sequence[Any]], Any]
 ) -> Sequence[Any]:
-    """``for i in range(count): carried = body(i, carried)``, at least once."""
+    """Emit ``for i in range(count): carried = body(i, carried)``, which runs at least once."""
     before = builder.block
     head, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
     builder.branch(head)
@@ -143,7 +147,7 @@ def loop(
 
 
 def switch(builder: Any, key: Any, cases: Sequence[tuple[int, Callable[[], None]]]) -> None:
-    """Generates each case's code, for its key; there are no others."""
+    """Emit each case's code for its key; `key` must be one of these."""
     bad, after = builder.append_basic_block("bad"), builder.append_basic_block("done")
     choice = builder.switch(key, bad)
     for number, generate in cases:
@@ -163,12 +167,12 @@ def times(builder: Any, number: Any, factor: int) -> Any:
 
 
 def data_of(context: Any, builder: Any, signature: Any, args: Any, index: int) -> Any:
-    """Where the elements of the argument `index`, an array, begin."""
+    """The pointer to the elements of the argument `index`, an array."""
     return context.make_array(signature.args[index])(context, builder, args[index]).data
 
 
 def add_product(builder: Any, total: Any, rows: Any, other: Any) -> Any:
-    """``total + rows * other``: `rows` a vector of units, `other` a unit for all lanes."""
+    """``total + rows * other``; `rows` is a vector of units, `other` a unit for all lanes."""
     others = splat(builder, other)
     if rows.type == FLOATS:
         return add_scaled(builder, rows, others, total)
@@ -177,14 +181,14 @@ def add_product(builder: Any, total: Any, rows: Any, other: Any) -> Any:
 
 
 def has_scaling() -> bool:
-    """Whether this processor takes numbers apart, and powers of two, by itself: AVX512DQ."""
+    """Whether this processor splits and scales floats by powers of two by itself: AVX512DQ."""
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512dq"))
 
 
 def exp2(builder: Any, x: Any) -> Any:
     """``2 ** x`` for ``x <= 0``; NaN stays NaN.
 
-    Below -126 it is 0, or at most what it should be.
+    Below -126 the result is 0, or at most the true value.
     """
     scaling = has_scaling()
     nearest, rest = (_round_by_scaling if scaling else _round)(builder, x)
@@ -200,19 +204,19 @@ def exp2(builder: Any, x: Any) -> Any:
 
 
 def _round(builder: Any, x: Any) -> tuple[Any, Any]:
-    """The nearest whole number, and what is left."""
+    """The nearest whole number, and the rest."""
     nearest = call(builder, f"llvm.rint.v{LANES}f32", FLOATS, x)
     return nearest, subtract(builder, x, nearest)
 
 
 def _round_by_scaling(builder: Any, x: Any) -> tuple[Any, Any]:
-    """As `_round`; nothing is left of infinity."""
+    """The nearest whole number, and the rest, which is 0 for infinity."""
     rest = _call_unmasked(builder, "reduce", x, ir.Constant(_INT32, 0))
     return subtract(builder, x, rest), rest
 
 
 def _call_unmasked(builder: Any, name: str, *args: Any) -> Any:
-    """Call an AVX512 instruction for all lanes, which rounds as always."""
+    """Call an AVX512 instruction for all lanes, with the usual rounding."""
     every, as_always = ir.Constant(_INT16, -1), ir.Constant(_INT32, 4)
     name = f"llvm.x86.avx512.mask.{name}.ps.512"
     return call(builder, name, FLOATS, *args, constant(0.0), every, as_always)

@@ -1,4 +1,4 @@
-"""Where the nucleus of top-p ends (Holtzman and others, arXiv 1904.09751), without sorting."""
+"""The end of top-p's nucleus (Holtzman and others, arXiv 1904.09751), found without sorting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrelay.cpu_kernels.arrays import Array
 from kvrelay.cpu_kernels.jit import inlined, kernel
 
 _ABOVE_ONE = 0x3F800001
-"""Bits of the float32 that follows 1; of floats that are not negative the bits ascend, too."""
+"""The bits of the float32 that follows 1; the bits of floats from 0 on ascend with them."""
 
 
 @inlined
@@ -29,11 +29,11 @@ def _as_float(bits: Any) -> Any:
 
 @kernel
 def find_nucleus(weights: Array, top_p: float) -> tuple[float, int]:
-    """The least weight of the nucleus, and how many that equal it belong to it.
+    """The least weight of the nucleus, and the number of weights equal to it that belong to it.
 
-    The nucleus are the fewest largest of ``weights [n]`` float32 in [0, 1] whose sum reaches
-    `top_p` of the sum of all. Its least weight is found by bisecting the bits of floats: each of
-    30 looks is one vectorized sum.
+    The nucleus is the fewest largest of ``weights [n]`` (float32, in [0, 1]) whose sum reaches
+    `top_p` of the sum of all. Its least weight is found by bisecting the bits of floats: each of 30
+    steps is one vectorized sum.
     """
     target = top_p * _sum_from(weights, np.float32(0.0))
     low, high = np.uint32(0), np.uint32(_ABOVE_ONE)

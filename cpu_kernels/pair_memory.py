@@ -15,7 +15,7 @@ from kvrelay.cpu_kernels.jit import inlined
 from kvrelay.cpu_kernels.lanes import FLOATS, INTS, LANES, add, ask_for_line, data_of, loop
 
 UNITS: Final = 2 * LANES
-"""Numbers in a vector of bfloat16, and in a cache line: heads are multiples of it."""
+"""The numbers in a vector of bfloat16, and in a cache line: heads are multiples of it."""
 BITS: Final = ir.VectorType(ir.IntType(16), UNITS)
 HALF_BITS: Final = ir.VectorType(ir.IntType(16), LANES)
 BIT16: Final = ir.IntType(16)
@@ -24,7 +24,7 @@ _INT64: Final = ir.IntType(64)
 
 
 def load(builder: Any, data: Any, index: Any, kind: Any) -> Any:
-    """What is of this `kind` at the `index`-th element of `data`."""
+    """Load a value of this `kind` from the `index`-th element of `data`."""
     pointer = builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
     return builder.load(pointer, align=4 if kind == FLOATS else 2)
 
@@ -36,23 +36,23 @@ def store(builder: Any, value: Any, data: Any, index: Any) -> None:
 
 
 def pointer(builder: Any, address: Any, kind: Any, bytes_on: int = 0) -> Any:
-    """A pointer to `kind` at an `address`, an int64, or so many bytes further on."""
+    """The pointer to `kind` at `bytes_on` from an `address` (int64)."""
     if bytes_on:
         address = builder.add(address, _INT64(bytes_on))
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def fetch(builder: Any, data: Any, index: Any, *, second_cache: bool = False) -> None:
-    """`ask_for_line` of the `index`-th element of `data`; any is harmless."""
+    """Fetch the cache line of the `index`-th element of `data`; any index is harmless."""
     ask_for_line(builder, builder.gep(data, [index]), second_cache=second_cache)
 
 
 def add_widened(
     builder: Any, totals: Sequence[Any], address: Any, bytes_on: Any = None
 ) -> Sequence[Any]:
-    """Vectors of float32 and, to each its own, the bfloat16 at `bytes_on` from an `address`.
+    """Add the bfloat16 at `bytes_on` from an `address` to vectors of float32, one after the other.
 
-    0 for no address: then the `totals`.
+    An address of 0 means none: the result is `totals`.
     """
     before = builder.block
     with builder.if_then(builder.icmp_signed("!=", address, _INT64(0))):
@@ -73,9 +73,9 @@ def add_widened(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def address_of(_typing: Any, array: Any) -> Any:
-    """Where the elements of `array` begin, which must live as long as that is used.
+    """The address of the elements of `array`, which must live as long as the address is used.
 
-    Its users count on from there: numba raises TypingError for an array that is not contiguous.
+    The memory is read from there on: numba raises TypingError for an array that is not contiguous.
     """
     if array.layout != "C":
         return None
@@ -156,10 +156,10 @@ def copy(_typing: Any, to: Any, source: Any, size: Any) -> Any:
 def pair_values(
     _typing: Any, source: Any, step: Any, count: Any, to: Any, width: Any, dimensions: Any
 ) -> Any:
-    """Interleave `count`, at least one, pairs of neighbouring values, which stay `dimensions` wide.
+    """Interleave `count` (at least one) pairs of neighbouring values, which stay `dimensions` wide.
 
-    They are rows of bfloat16 every `step` numbers from the address `source` on, and become rows of
-    `width` units from the address `to` on: of two values each, the first one in the lower half.
+    They are rows of bfloat16, every `step` numbers from the address `source` on. They become rows
+    of `width` units from the address `to` on. A unit has two values, the first in the lower half.
     `dimensions` are a multiple of `LANES`.
     """
 
@@ -193,7 +193,7 @@ def pair_values(
 
 @inlined
 def make_lines(rows: int, words: int, dtype: Any) -> Any:
-    """Room for ``[rows, words]`` numbers of 4 bytes, from the beginning of a cache line on.
+    """An array ``[rows, words]`` of 4-byte numbers that begins at a cache line.
 
     Numba's own arrays begin anywhere: most vectors of 64 bytes would lie in two lines.
     """

@@ -1,10 +1,10 @@
-"""Kernels on the threads that torch computes with: its own OpenMP team.
+"""The running of kernels on torch's own threads: its OpenMP team.
 
-A team's threads spin for milliseconds after a product, waiting for the next one: other
-threads would have to share cores with them, the team itself begins at once. OpenMP has no
-interface for that but a function of its runtime that compilers call, `GOMP_parallel` of
-GCC's (LLVM's and Intel's have it, too): torch's is found through the library that uses it.
-Where there is none, threads are Python's.
+A team's threads spin for milliseconds after a product, waiting for the next one. Other threads
+would have to share cores with them, while the team itself begins at once. OpenMP's only interface
+for that is a function of its runtime that compilers call. It is GCC's `GOMP_parallel` (LLVM's and
+Intel's runtimes have it, too). torch's is found through the library that uses it. Without one,
+threads are Python's.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _warn_once(error: str) -> None:
 
 @_C_RUN  # type: ignore[untyped-decorator]
 def run_by_python(body: int, shared: int, threads: int, flags: int) -> None:
-    """`GOMP_parallel` by threads of Python, as many as there are: the caller can do all the work.
+    """Do what `GOMP_parallel` does, with Python's threads. The caller alone can do all the work.
 
-    What this raised would be lost. Once it returns nobody uses what `shared` points to.
+    An exception here would be lost. Once it returns, no thread uses the memory of `shared`.
     """
     call = _C_BODY(body)
     turns = [Future[None]() for _ in range(threads - 1)]
@@ -84,7 +84,7 @@ llvmlite.binding.add_symbol(_SYMBOL, _RUN)
 
 
 def _make_body(context: Any, module: Any, result: Any, shared: Any) -> Any:
-    """A function that calls that of the compilation `result` with what `shared` points to.
+    """Make a function that calls the compiled `result` with the arguments that `shared` points to.
 
     ``shared {args, failed, ended}``: `failed` becomes 1 if the call raises, `ended` if it does not.
     """
@@ -109,10 +109,10 @@ def _make_body(context: Any, module: Any, result: Any, shared: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
-    """Call the kernel `function` with the tuple `args` on as many `threads`; wait for all.
+    """Call the kernel `function` with the tuple `args` on `threads` threads, and wait for all.
 
-    They divide the work by `take`. One thread is the caller's own, without a team.
-    Raises `MemoryError` if a call raised, or if nobody has done the work.
+    They divide the work by `take`. One thread is the caller's own, without a team. Raise
+    `MemoryError` if a call raised, or if no thread has done the work.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -149,7 +149,7 @@ def run_on_team(typing: Any, threads: Any, function: Any, args: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def take(_typing: Any, counter: Any, count: Any) -> Any:
-    """The value of ``counter [1]`` int64, which is raised by `count`: no other thread gets it."""
+    """Return ``counter [1]`` int64 and raise it by `count`, atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

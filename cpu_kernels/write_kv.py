@@ -1,4 +1,4 @@
-"""Copies new keys and values into their pages, compiled for a CPU.
+"""The copying of new keys and values into their pages, compiled for a CPU.
 
 Pages are passed as the pool's flat memory with the offset and stride of a
 layer: the same compiled code then runs on both page orders, and knows that a
@@ -25,7 +25,7 @@ def write_kv(
 ) -> None:
     """Copy all but the first `num_heads` of ``new [T, heads, D]`` to `slots` of `page_ids`.
 
-    The address of `new` is given, and its shape; its dtype is that of `pages`.
+    `new` is given by address and shape; its dtype is that of `pages`.
     """
     tokens, heads, head_dim = shape
     source = array_at(new, shape, pages.dtype)

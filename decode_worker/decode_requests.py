@@ -47,7 +47,7 @@ class HandedOver(Newcomers):
 
 
 class DecodeRequests:
-    """Finds requests by their streams, and releases those that end before they finish.
+    """The live requests: found by their streams, and released if they end before they finish.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -62,7 +62,7 @@ class DecodeRequests:
         self.running: RunningBatch[DecodeRequest] = RunningBatch(
             context, growth, self._release_retracted, retract_every=config.debug_retract_every
         )
-        """Those that generate."""
+        """The requests that generate."""
         self.steps: MixedSteps[DecodeRequest] = MixedSteps(
             context,
             self.running,
@@ -71,10 +71,10 @@ class DecodeRequests:
             config.chunk_tokens,
             HandedOver(context),
         )
-        """What they, and the prompts that are computed here, compute next."""
+        """The steps of the running requests and of the prompts that are computed here."""
 
     def of_stream(self, stream: HandOverStream) -> HandedOverRequest | None:
-        """The live request that the stream belongs to."""
+        """Find the live request that the stream belongs to."""
         request = self._context.requests.get(stream.key)
         if isinstance(request, HandedOverRequest) and request.stream is stream:
             return request
@@ -97,7 +97,7 @@ class DecodeRequests:
             unreadable = end.cause is FailureReason.READ_FAILED
             self._context.outbox.put(request.stream, CloseStream(unreadable=unreadable))
             fences = request.pulls
-            if request.hand_over.lent_differs:  # nobody is to go on with its session
+            if request.hand_over.lent_differs:  # no turn may go on with its session
                 outcome = Outcome.FAILED
         self._context.release(request, outcome, end, timings=request.timings(), fences=fences)
 

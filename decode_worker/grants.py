@@ -1,4 +1,4 @@
-"""Gives memory to requests: for their whole prompt at once, or nothing."""
+"""The memory grants of a decode worker: for a whole prompt at once, or nothing."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.tier_loads import TierLoads
 
 MOST_HELD = 256
-"""Requests of one prefill worker that wait for others at a time, or for memory after that: so many
-more than it asks for ahead. One more does not wait, and reads again what it shares."""
+"""The most requests of one prefill worker that wait for another's prefix, or for memory after that.
+It may ask for as many beyond those that it asks for ahead. A further request does not wait, and
+reads the shared prefix again."""
 
 
 class Grants:
-    """Grants the prefill workers' asks, and admits the prompts that are computed here.
+    """The queue of the prefill workers' asks and of the prompts that are computed here.
 
-    Both wait in one queue. Who is granted, or computed, holds memory for the whole prompt.
+    A request that is granted, or computed, holds memory for its whole prompt.
 
     Args:
         context: the worker's memory and requests.
         requests: sends the grants, and computes prompts.
-        growth: what must stay free for those that have memory already.
+        growth: tells the memory that must stay free for requests that run.
         bypass_limit: later requests that may pass one that does not fit.
         grants_ahead: prompts that may have memory here before they are computed.
         prefix_wait: seconds without progress for which a request waits for another's prefix.
-        histories: what is lent with grants.
-        hosts: prefill workers whose hosts can be read.
+        histories: lends sessions' pages with grants.
+        hosts: knows the prefill workers whose hosts can be read.
     """
 
     def __init__(
@@ -64,11 +65,10 @@ class Grants:
     def reserve_and_grant(self) -> None:
         """Reserve memory for the requests that want some, in turn; grant or compute them.
 
-        Prefill workers take turns: the one with the fewest grants ahead is next. This worker
-        counts as one that has none ahead: one prompt of its own goes before all that a prefill
-        worker asks for which has a grant ahead, however old, until that one computes what it was
-        granted. A request whose prefix is being read, or computed, for another one waits for
-        that.
+        Prefill workers take turns: the one with the fewest grants ahead is next. This worker's own
+        prompts count as having no grants ahead. So one of them goes before all asks of a prefill
+        worker that has a grant ahead, however old they are. A request waits if its prefix is being
+        read, or computed, for another one.
         """
         live = self._context.requests.values()
         waiting = [r for r in live if r.wants_memory]
@@ -101,10 +101,10 @@ class Grants:
                 self._context.faults.reach(FaultPhase.PREFILLING)
 
     def _grant(self, request: HandedOverRequest) -> None:
-        """Tell a request's prefill worker that the memory is there, and what need not be read.
+        """Send a request's prefill worker the grant, with the pages that need not be read.
 
-        That is what the prefix index, or the request's session, has here already, and what no
-        window needs.
+        These are the pages that the prefix index or the request's session has here, and those that
+        no window needs.
         """
         page_size = self._context.kv_cache.shape.page_size
         here = request.held.kv_committed_len // page_size
@@ -120,9 +120,10 @@ class Grants:
     def _must_wait(
         self, request: DecodeRequest, leaders: Iterable[DecodeRequest], held: Counter[str]
     ) -> bool:
-        """Whether a request waits for one of the leaders; its prefill worker is told.
+        """Whether a request waits for one of the leaders. Its prefill worker is told if it does.
 
-        That one may then ask for others in its place: `held` counts those, by prefill worker.
+        The prefill worker may then ask for other requests in its place. `held` counts these by
+        prefill worker.
         """
         if request.peer and not _is_held(request) and held[request.peer] >= MOST_HELD:
             return False
@@ -136,13 +137,14 @@ class Grants:
         return True
 
     def prefetch(self, request: DecodeRequest) -> None:
-        """Begin to bring what storage has of a request that is computed here, and is queued."""
+        """Begin to bring pages from storage for a queued request that is computed here."""
         self._loads.prefetch(request, request.reusable_len)
 
     def _waits_for_tier(self, request: DecodeRequest) -> bool:
-        """Whether a lower tier brings back what would be computed here.
+        """Whether a lower tier brings back pages that would be computed here.
 
-        What a prefill worker computes is read while it computes: nobody waits for a tier then.
+        Pages that a prefill worker computes are read while it computes, so no request waits for a
+        tier then.
         """
         if _is_handed_over(request):
             return False
@@ -153,9 +155,9 @@ class Grants:
         return self._growth.headroom(request, growing)
 
     def _reserve(self, request: DecodeRequest) -> bool:
-        """Reserve a request's whole input, if what others are expected to add still fits.
+        """Reserve a request's whole input, if the expected growth of others still fits.
 
-        Pages that the prefix index has are shared, those of its session go on with it.
+        Pages that the prefix index has are shared; those of its session go on with it.
         """
         headroom = self._headroom(request)
         if isinstance(request, HandedOverRequest):
@@ -163,7 +165,7 @@ class Grants:
         return self._computing.reserve_and_add(request, headroom)
 
     def _allocate(self, request: HandedOverRequest, headroom: Sequence[int] | None) -> bool:
-        """Allocate all pages of an input: its prefill worker may announce them in any order."""
+        """Allocate all pages of an input, as its prefill worker may announce them in any order."""
         kv_cache, length = self._context.kv_cache, request.findable_len
         if not self._context.reserve(request, length, headroom, fresh_boundary=True):
             return False
@@ -174,24 +176,24 @@ class Grants:
 
 
 def _is_incomplete(request: DecodeRequest) -> bool:
-    """Whether a request has memory, and its input is not complete here."""
+    """Whether a request has memory, but its input is not complete here."""
     return request.lease is not None and request.every_step is None
 
 
 def _is_handed_over(request: DecodeRequest) -> bool:
-    """Whether a prefill worker computes a request: all of it is published at its activation."""
+    """Whether a prefill worker computes a request, which is published whole at its activation."""
     return isinstance(request, HandedOverRequest)
 
 
 def _is_held(request: DecodeRequest) -> bool:
-    """Whether the prefill worker of a request was told that this one waits."""
+    """Whether the prefill worker of a request was told that this request waits."""
     return isinstance(request, HandedOverRequest) and request.hand_over.is_held
 
 
 def _take_turns(
     waiting: Iterable[DecodeRequest], ahead: Counter[str]
 ) -> dict[DecodeRequest, tuple[float, ...]]:
-    """By priority, then the prompts that its prefill worker will have ahead of it, then by age."""
+    """Sort requests by priority, by the prompts that their prefill worker has ahead, and by age."""
     before = Counter(ahead)
     turns: dict[DecodeRequest, tuple[float, ...]] = {}
     for request in sorted(waiting, key=lambda r: r.turn):

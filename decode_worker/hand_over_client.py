@@ -1,4 +1,4 @@
-"""Opens hand-over streams to prefill workers and carries their messages, on the event loop."""
+"""The client of prefill workers: opens hand-over streams and carries their messages."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class HandOverClient:
 
     @property
     def num_streams(self) -> int:
-        """Streams that are carried now."""
+        """The number of streams that are carried now."""
         return len(self._carriers)
 
     @property
     def known_peers(self) -> set[str]:
-        """Incarnations of the prefill workers that are connected, or refused."""
+        """The incarnations of the prefill workers that are connected, or refused."""
         return self._connections.incarnations
 
     def deliver(self, command: OpenStream | ConnectAnew) -> None:
-        """Open a stream and carry it to its end, in a task of its own; none while it closes."""
+        """Open a stream and carry it to its end, in a task of its own; opens none while closing."""
         if isinstance(command, ConnectAnew):
             if not self._closing:
                 # The agent needs no answer of the peer to let the fences of failed reads pass.
@@ -87,7 +87,7 @@ class HandOverClient:
         await self._connections.forget(incarnation)
 
     async def close(self) -> None:
-        """End every stream and close every connection. What is delivered later is lost."""
+        """End every stream and close every connection. Later commands are lost."""
         self._closing = True
         carriers = list(self._carriers)
         for carrier in carriers:

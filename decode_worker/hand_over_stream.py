@@ -20,10 +20,11 @@ from kvrelay.wire.worker_info import WorkerAddress
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """Close the stream, so that the prefill side may release the request's pages."""
+    """A command to close the stream, so that the prefill side may release the request's pages."""
 
     unreadable: bool = False
-    """A read from the prefill worker has failed, or does not end: connect to it anew."""
+    """Whether a read from the prefill worker has failed, or does not end: then connect to it
+    anew."""
 
 
 class HandOverStream(MessageStream[Sequenced[FromDecode]]):
@@ -40,12 +41,13 @@ class HandOverStream(MessageStream[Sequenced[FromDecode]]):
         self.peer = peer
         self.sequencer = Sequencer(time.monotonic())
         self.is_open = False
-        """The handshake is over: from now on the peer answers heartbeats, or is given up."""
+        """Whether the handshake is over: from then on the peer answers heartbeats, or is given
+        up."""
         self.unreadable = False
-        """The connection to the peer is broken: streams that open from now on need another one."""
+        """Whether the connection to the peer is broken, so that later streams need another one."""
 
     def begin(self, now: float) -> None:
-        """The stream is opened; the peer's silence counts from `now`, by the monotonic clock."""
+        """Note that the stream is open; the peer's silence counts from `now` (monotonic clock)."""
         self.sequencer.heard_at = now
         self.is_open = True
 
@@ -60,17 +62,17 @@ class HandOverStream(MessageStream[Sequenced[FromDecode]]):
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """To the hand-over client: connect to the stream's peer and carry the stream."""
+    """A command to the hand-over client: connect to the stream's peer and carry the stream."""
 
     stream: HandOverStream
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectAnew:
-    """To the hand-over client: a read from a prefill worker has failed, shake hands again.
+    """A command to the hand-over client: a read from a prefill worker failed, so shake hands again.
 
-    Whether or not a request waits: the pages of the failed read come back only if the peer
-    answers, or dies.
+    It is sent whether or not a request waits: the pages of the failed read come back only if the
+    peer answers, or dies.
     """
 
     peer: WorkerAddress
@@ -78,7 +80,7 @@ class ConnectAnew:
 
 @dataclass(frozen=True, slots=True)
 class PeerMessage:
-    """To the engine: the prefill worker has sent a message."""
+    """A message to the engine: the prefill worker has sent a message."""
 
     stream: HandOverStream
     sequenced: Sequenced[FromPrefill]
@@ -86,7 +88,7 @@ class PeerMessage:
 
 @dataclass(frozen=True, slots=True)
 class StreamLost:
-    """To the engine: the stream has ended, and with it the lease on the prefill side's pages."""
+    """A message to the engine: the stream and its lease on the prefill side's pages have ended."""
 
     stream: HandOverStream
     detail: str
@@ -95,6 +97,6 @@ class StreamLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerProbed:
-    """To the engine: the transport from a prefill worker was measured, and may be refused."""
+    """A message to the engine: a prefill worker's transport was measured, and may be refused."""
 
     transport: PeerTransport

@@ -35,14 +35,14 @@ from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 
 
 class HandOvers:
-    """Takes the prefill workers' messages.
+    """The handling of the prefill workers' messages.
 
     Args:
         context: the worker's memory, requests and outputs.
         requests: finds requests by their streams, and ends them.
-        pulls: reads what is announced.
+        pulls: reads announced pages.
         growth: learns if choices do not fit together.
-        histories: answers for what is lent.
+        histories: confirms the pages that were lent.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class HandOvers:
             self._requests.fail(request, message.cause, error)
 
     def _activate(self, request: HandedOverRequest, message: Released) -> None:
-        """The prefill side has confirmed that the pages are right: generate from now on."""
+        """Activate a request whose pages the prefill side has confirmed, so that it generates."""
         valid = request.hand_over.on_released(message)
         self._context.metrics.count(VERIFIED_PAGES, request.hand_over.num_compared)
         if not valid:

@@ -14,13 +14,13 @@ from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.messages import AGENT
 
 ANSWER_TIMEOUT_S = 10.0
-"""For a prefill worker's description of itself. It holds no memory for the handshake."""
+"""The longest wait for a prefill worker's description of itself. It holds no memory for this."""
 DEATH_NOTICE_S = 0.5
-"""How long gRPC may take to notice a death that NIXL has noticed: to tell dead from slow."""
+"""The time in which gRPC notices a death that NIXL has noticed, which tells dead from slow."""
 
 
 class Handshake:
-    """Makes prefill workers' pools readable and measures the transport from them.
+    """The handshake that makes a prefill worker's pools readable and measures its transport.
 
     Args:
         agent: is given each peer's description.
@@ -35,8 +35,8 @@ class Handshake:
         """Shake hands with the prefill worker behind `channel`.
 
         Returns:
-            what was measured. It is a refusal if the worker's model or pages do not fit this
-            one's, or if it is read too slowly or not at all.
+            The measurement. It is a refusal if the worker's model or pages do not fit this one's.
+            It also is if the worker is read too slowly or not at all.
 
         Raises:
             TransferError: its answer makes no sense.
@@ -54,7 +54,7 @@ class Handshake:
             call.cancel()
 
     async def _add_peer(self, incarnation: str, call: grpc.aio.UnaryStreamCall) -> int:
-        """Give the agent the worker's description; returns the pages of its host tier, or 0."""
+        """Give the agent the worker's description. Returns the pages of its host tier, or 0."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             answer = await call.read()
         if answer is grpc.aio.EOF:
@@ -66,7 +66,7 @@ class Handshake:
     async def _measure(
         self, incarnation: str, host_pages: int, call: grpc.aio.UnaryStreamCall
     ) -> PeerTransport:
-        """Measure while the call lives: it ends early only with the peer or its connection."""
+        """Measure while the call lives; it ends early only with the peer or its connection."""
         measuring = asyncio.create_task(self._prober.measure(incarnation, host_pages))
         call_ended = asyncio.ensure_future(call.read())
         try:

@@ -15,7 +15,7 @@ from kvrelay.wire.output import FailureReason
 
 
 class Heartbeats:
-    """Sends heartbeats to the prefill workers that requests wait for.
+    """The heartbeats to the prefill workers that requests wait for.
 
     Args:
         context: the worker's requests.
@@ -36,12 +36,12 @@ class Heartbeats:
         self._pulls = pulls
         self._timeout = timeout
         self.check = PeriodicCheck(timeout / CHECKS_IN_TIMEOUT)
-        """When heartbeats are due next."""
+        """The timer of the heartbeats."""
 
     def send_or_give_up(self) -> None:
-        """If heartbeats are due, send them, and fail requests whose peer or read takes too long.
+        """Send heartbeats if they are due, and fail requests whose peer or read takes too long.
 
-        A prefill worker answers each heartbeat, so one that was heard of long ago has not. A
+        A prefill worker answers each heartbeat, so one that has been silent for long is lost. A
         stream that is not open yet waits for a handshake, which has time-outs of its own.
         """
         now = time.monotonic()

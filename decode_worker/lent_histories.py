@@ -1,8 +1,8 @@
-"""Lends what turns of sessions find here to prefill workers: the hand-over in reverse.
+"""The pages of sessions that are lent to prefill workers for their turns: a hand-over in reverse.
 
-That is what the session keeps, or what the prefix index still has of a session that has ended. A
-prefill worker reads the pages between the grant and its first announcement. The turn's lease has
-them all that time; so does its stream, as the lease on them.
+They are the pages that the session keeps, or those that the prefix index still has of a session
+that has ended. A prefill worker reads them between the grant and its first announcement. The turn's
+lease holds them all that time, and its stream is the lease on them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvrelay.wire.hand_over import Done, History, PageRun
 from kvrelay.wire.load import PeerTransport
 
 _MOST_UNREAD: Final = 1000
-"""Requests that are remembered."""
+"""The most requests that are remembered."""
 
 
 class LentHistories:
-    """Offers histories with grants, and answers for them.
+    """The histories that are offered with grants, and confirmed once they were read.
 
     Args:
         context: the worker's memory and requests.
         requests: sends the answers.
         agent: is read, and hashes.
         inbox: where the agent reports.
-        probes: what is known of the transport to each prefill worker.
-        least_bytes_per_second: to a prefill worker that is lent anything.
+        probes: the measured transport to each prefill worker.
+        least_bytes_per_second: the slowest transport to a prefill worker that is lent anything.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LentHistories:
         self._unread: deque[tuple[str, str]] = deque(maxlen=_MOST_UNREAD)
 
     def expect(self, request: HandedOverRequest) -> None:
-        """A turn has come whose session may be lent: be readable by then."""
+        """Become readable, because a turn has come whose session may be lent."""
         if self._context.sessions.has_kv_of(request):
             self._be_readable()
 
@@ -77,11 +77,11 @@ class LentHistories:
             self._agent.make_readable(lambda plain: self._inbox.post(AgentReadable(plain)))
 
     def readable(self, message: AgentReadable) -> None:
-        """This worker can be read from now on."""
+        """Note that this worker can be read from now on."""
         self._description = message.agent
 
     def with_speed(self, probe: PeerTransport) -> PeerTransport:
-        """What was measured, and how fast the peer is expected to read sessions."""
+        """Add to a probe how fast the peer is expected to read sessions."""
         shape, speed = self._context.kv_cache.shape, probe.write_bytes_per_second
         if any(shape.windowed) or probe.refusal or speed < self._least:
             return probe
@@ -89,10 +89,10 @@ class LentHistories:
         return replace(probe, lent_tokens_per_second=tokens)
 
     def of(self, request: HandedOverRequest) -> History | None:
-        """What a request that is granted now can be lent; `None` if there is nothing.
+        """Find what a request that is granted now can be lent. Returns `None` if there is nothing.
 
-        Nothing if an earlier attempt has ended while it might have been read, or while this worker
-        cannot be read yet.
+        That is so if an earlier attempt has ended while it might have been read, or while this
+        worker cannot be read yet.
         """
         held, probe = request.held, self._probes.get(request.peer)
         pages = held.kv_committed_len // held.page_size
@@ -107,9 +107,9 @@ class LentHistories:
         return History(runs, self._description, probe.write_bytes_per_second)
 
     def answer(self, request: HandedOverRequest, done: Done) -> None:
-        """Confirm what was read, or hash it first if the prefill worker has sent sums.
+        """Confirm the pages that were read, or hash them first if the prefill worker has sent sums.
 
-        Raises `ProtocolError` if it was not lent.
+        Raises `ProtocolError` if none were lent.
         """
         released, stream = request.hand_over.on_loaded(done), request.stream
         if released is not None:
@@ -128,8 +128,8 @@ class LentHistories:
     def compare(self, hashed: LentHashed) -> None:
         """Tell the prefill worker which pages differ, if the request still lives.
 
-        If any does, it may be this worker's that are wrong: nobody finds them any more, from the
-        first that was compared on. What lies before was not read, or is not known to be wrong.
+        If any differs, this worker's copy may be wrong. So pages are no longer found from the first
+        compared one on. Pages before it were not read, or are not known to be wrong.
         """
         request = self._requests.of_stream(hashed.stream)
         if request is not None and request.hand_over.is_lent:
@@ -140,7 +140,7 @@ class LentHistories:
             self._requests.send(request, request.hand_over.on_load_verified(mismatches))
 
     def serve(self) -> None:
-        """Make progress for reads as long as something is lent."""
+        """Make progress with reads as long as something is lent."""
         live = self._context.requests.values()
         lent = {r for r in live if isinstance(r, HandedOverRequest) and r.hand_over.is_lent}
         for request in self._lent - lent:
@@ -153,5 +153,5 @@ class LentHistories:
 
 
 def _name(request: HandedOverRequest) -> tuple[str, str]:
-    """What all attempts at a request have in common."""
+    """Name all attempts at a request."""
     return request.key.router, request.key.request_id

@@ -29,7 +29,7 @@ class _Connection:
 
     handshake: asyncio.Task[grpc.aio.Channel]
     num_streams: int = 0
-    """Streams that use it."""
+    """The number of streams that use it."""
 
     async def close(self) -> None:
         """Wait for the handshake and close its channel, which ends every stream on it."""
@@ -58,20 +58,20 @@ class PrefillConnections:
         self._credentials = credentials
         self._refused = RefusedPeers(self._measure_once, on_probed)
         self._current: dict[str, _Connection] = {}
-        """For each incarnation the connection that a new stream would use."""
+        """The connection of each incarnation that a new stream would use."""
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def incarnations(self) -> set[str]:
-        """Workers that are connected, or refused."""
+        """The workers that are connected, or refused."""
         return self._current.keys() | self._refused.incarnations
 
     @asynccontextmanager
     async def channel_for(self, stream: HandOverStream) -> AsyncIterator[grpc.aio.Channel]:
-        """A channel to the stream's peer, after a handshake if there is none yet.
+        """Open a channel to the stream's peer, after a handshake if there is none yet.
 
-        Once the stream has ended as `unreadable`, or because gRPC has lost the connection, streams
-        that open later get a new connection.
+        Once the stream has ended as `unreadable`, or because gRPC has lost the connection, later
+        streams get a new connection.
 
         Raises:
             TransferRefusedError: the peer is refused.
@@ -93,9 +93,9 @@ class PrefillConnections:
                 await connection.close()
 
     def connect_anew(self, peer: WorkerAddress) -> None:
-        """Let streams that open from now on use another connection, and make it at once.
+        """Make a new connection at once, which streams that open from now on use.
 
-        Nothing happens if a handshake is on its way already.
+        Does nothing if a handshake is in progress already.
         """
         current = self._current.get(peer.incarnation)
         if current is None or not current.handshake.done():
@@ -108,7 +108,7 @@ class PrefillConnections:
         self._connection_to(peer)
 
     async def forget(self, incarnation: str) -> None:
-        """Close the connection to a worker that died; streams that wait for it wait no more."""
+        """Close the connection to a worker that died; streams that wait for it stop waiting."""
         self._refused.forget(incarnation)
         connection = self._current.pop(incarnation, None)
         if connection is not None:
@@ -149,13 +149,13 @@ class PrefillConnections:
             return await self._handshake.run(peer.incarnation, channel)
 
     def _drop_failed(self, peer: WorkerAddress, connection: _Connection) -> None:
-        """After a handshake that failed, the next stream tries again."""
+        """Drop a connection whose handshake has failed, so that the next stream tries again."""
         handshake = connection.handshake
         if handshake.cancelled() or handshake.exception() is not None:
             self._drop(peer, connection)
 
     def _drop(self, peer: WorkerAddress, connection: _Connection) -> None:
-        """Let no new stream use the connection."""
+        """Make sure that no new stream uses the connection."""
         if self._is_current(peer, connection):
             del self._current[peer.incarnation]
 

@@ -1,4 +1,4 @@
-"""Reads announced pages from prefill workers, and hashes those that are to be compared."""
+"""The reads of announced pages from prefill workers, and the hashes of pages to compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PullEnded:
-    """A read of a request's pages has ended, well or not."""
+    """A message: a read of a request's pages has ended, well or not."""
 
     stream: HandOverStream
     pull: Pull
@@ -39,14 +39,14 @@ class PullEnded:
 
 @dataclass(frozen=True, slots=True)
 class PagesHashed:
-    """The pages of a request that are to be compared were hashed."""
+    """A message: the pages of a request that are to be compared were hashed."""
 
     stream: HandOverStream
     sums: tuple[PageSum, ...]
 
 
 class Pulls:
-    """Reads into the pages that a grant has reserved, and says Done once all is read.
+    """The reads into the pages that a grant has reserved; Done is sent once all is read.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -54,7 +54,7 @@ class Pulls:
         agent: reads and hashes.
         client: connects anew to a peer whose read has failed.
         inbox: where reads and hashes report their end.
-        verify_pages: which pages are compared.
+        verify_pages: the pages to compare.
         timeout: seconds that a peer may be silent.
         hosts: is told how reads of hosts end.
     """
@@ -107,7 +107,7 @@ class Pulls:
         self._finish_if_all_read(request)
 
     def pull_ended(self, message: PullEnded) -> None:
-        """Count a read's end. A failed one ends its request; after the last one follows Done."""
+        """Count a read's end. A failed one ends its request; the last one is followed by Done."""
         pull = message.pull
         self._context.metrics.count_pull(pull)
         self._hosts.note(pull)
@@ -137,7 +137,7 @@ class Pulls:
             self._send_done(request, message.sums)
 
     def fail_if_stuck(self, request: HandedOverRequest, now: float) -> bool:
-        """End a request one of whose reads does not end; `True` if it is so."""
+        """End a request if one of its reads does not end. Returns `True` if so."""
         if not request.reading or now - request.read_at <= self._slowest:
             return False
         error = f"a read has not ended for {self._slowest:g} s"
@@ -148,7 +148,7 @@ class Pulls:
         return True
 
     def _finish_if_all_read(self, request: HandedOverRequest) -> None:
-        """Once all is read, send Done, or hash what is to be compared first."""
+        """If all is read, send Done, or first hash the pages to compare."""
         hand_over, held, stream = request.hand_over, request.held, request.stream
         if not hand_over.has_read:
             return
@@ -167,7 +167,7 @@ class Pulls:
 
 
 def _trace_pull(trace: AttemptTrace, pull: Pull) -> None:
-    """Record a read that has ended, by the transfer thread's instants."""
+    """Record a read that has ended, by the transfer thread's times."""
     attributes: Attributes = {
         "kvrelay.peer": pull.peer,
         "kvrelay.pages": pull.num_pages,

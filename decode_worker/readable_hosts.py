@@ -1,4 +1,4 @@
-"""Which prefill workers' host tiers this worker can read: a transport of GPUs may reach no host."""
+"""The prefill workers whose host tiers can be read: a transport of GPUs may reach no host."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from kvrelay.wire.load import PeerTransport
 logger = logging.getLogger(__name__)
 
 _MOST_REMEMBERED: Final = 1000
-"""Prefill workers. One that is forgotten costs a read more, if its host cannot be read."""
+"""The most prefill workers that are remembered. A forgotten one whose host cannot be read costs one
+more read."""
 
 
 class ReadableHosts:
-    """Learns it from the probe of a transport, and from reads.
+    """The readability of prefill workers' hosts, learned from transport probes and from reads.
 
-    A host whose first read has failed is not read any more, unless a later probe does, so that no
-    attempt at a request fails for the same reason. One that was read once stays readable: what
-    fails later is the connection, or the peer.
+    A host whose first read has failed is not read any more, unless a later probe reads it. So no
+    two attempts at a request fail for this reason. A host that was read once stays readable: later
+    failures are due to the connection, or to the peer.
     """
 
     def __init__(self) -> None:
         self._is_readable: dict[str, bool] = {}
-        """By the incarnation of the peer; the first that was met is the first to be forgotten."""
+        """The readability by the peer's incarnation; the first that was met is the first to be
+        forgotten."""
 
     def may_read(self, incarnation: str) -> bool:
         """Whether a peer may announce pages of its host."""
         return self._is_readable.get(incarnation, True)
 
     def note(self, pull: Pull) -> None:
-        """A read has ended, well or not."""
+        """Note that a read has ended, well or not."""
         if pull.from_host:
             self._note(pull.peer, pull.error, was_read=pull.state is PullState.DONE)
 
     def note_probe(self, probe: PeerTransport) -> None:
-        """A peer was probed; its host, too, if it has one."""
+        """Note that a peer was probed, and its host, too, if it has one."""
         if probe.host_refusal or probe.host_bytes_per_second:
             was_read = not probe.host_refusal
             self._note(probe.incarnation, probe.host_refusal, was_read=was_read)

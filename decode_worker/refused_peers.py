@@ -16,9 +16,10 @@ from kvrelay.wire.worker_info import WorkerAddress
 logger = logging.getLogger(__name__)
 
 MEASURE_AGAIN_S = 10.0
-"""Between measurements of a refused worker: what made it slow may have ended."""
+"""Seconds between measurements of a refused worker, which may have become faster."""
 FIRST_AGAIN_S = 1.0
-"""Before the first one, and twice as long before each that follows, up to `MEASURE_AGAIN_S`."""
+"""Seconds before the first measurement. The time doubles before each later one, up to
+`MEASURE_AGAIN_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class _Refusal:
 
 
 class RefusedPeers:
-    """Refuses requests to slow or unreadable peers, and measures those until they pass.
+    """The slow or unreadable peers that are refused, and measured until they pass.
 
     Args:
         measure: connects to a peer and probes its transport once. It may raise what
@@ -57,13 +58,13 @@ class RefusedPeers:
             raise TransferRefusedError(refusal.why)
 
     def refuse(self, peer: WorkerAddress, why: str) -> None:
-        """Refuse a worker until a later measurement is good. No request has to fail for those."""
+        """Refuse a worker until a later measurement is good. The measurements cost no request."""
         logger.error("a prefill worker is refused: %s", why)
         measuring = asyncio.create_task(self._measure_until_good(peer))
         self._refusals[peer.incarnation] = _Refusal(why, measuring)
 
     def forget(self, incarnation: str) -> None:
-        """Measure a worker no more, because it is dead."""
+        """Stop measuring a worker, because it is dead."""
         refusal = self._refusals.pop(incarnation, None)
         if refusal is not None:
             refusal.measuring.cancel()
@@ -91,7 +92,7 @@ class RefusedPeers:
         logger.warning("%s is refused no more: it is read at %s", found.incarnation, found)
 
     async def _measure_again(self, peer: WorkerAddress) -> PeerTransport | None:
-        """Measure once; `None` if the worker could not be measured."""
+        """Measure once. Returns `None` if the worker could not be measured."""
         try:
             return await self._measure(peer)
         except (TransferError, TimeoutError, grpc.RpcError) as error:

@@ -18,7 +18,7 @@ from kvrelay.wire.output import PhaseTimings
 from kvrelay.wire.request_progress import RequestPhase
 
 _SOON_SECONDS = 1.0
-"""A request whose read, or whose peer, takes longer is not expected to generate soon."""
+"""The longest time without progress after which a request still counts as generating soon."""
 
 
 _PHASES: Final = {
@@ -33,14 +33,14 @@ _PHASES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AgentReadable:
-    """Prefill workers can read this one from now on."""
+    """A message: prefill workers can read this one from now on."""
 
     agent: AgentDescription
 
 
 @dataclass(frozen=True, slots=True)
 class LentHashed:
-    """The pages whose sums a prefill worker has sent, of what it was lent, were hashed here."""
+    """A message: lent pages whose sums a prefill worker has sent were hashed here."""
 
     stream: HandOverStream
     own: Sequence[PageSum]
@@ -49,11 +49,11 @@ class LentHashed:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DecodeRequest(GeneratingRequest):
-    """A prompt to continue. It is computed here, unless this is a `HandedOverRequest`."""
+    """A request to continue. Its prompt is computed here, unless this is a `HandedOverRequest`."""
 
     @property
     def peer(self) -> str:
-        """The incarnation of the prefill worker that computes it; empty: nobody but this one."""
+        """The incarnation of the prefill worker that computes it; empty: this worker does."""
         return ""
 
     @property
@@ -69,37 +69,37 @@ class DecodeRequest(GeneratingRequest):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class HandedOverRequest(DecodeRequest):
-    """A prompt that a prefill worker computes: to take over and to continue."""
+    """A request whose prompt a prefill worker computes, to be taken over and continued."""
 
     stream: HandOverStream
     hand_over: DecodeHandOver
     pulls: list[Pull] = field(default_factory=list)
-    """Its reads, ended ones included: they fence its pages."""
+    """All its reads, ended ones included: they fence its pages."""
     reading: set[Pull] = field(default_factory=set)
     """The reads that have not ended yet."""
     read_at: float = 0.0
-    """When one of them last began or ended."""
+    """The moment when one of them last began or ended."""
     announced_at: float = 0.0
-    """When the last of its pages were announced."""
+    """The moment when the last of its pages were announced."""
 
     @property
     def peer(self) -> str:
-        """The incarnation of the prefill worker that computes it."""
+        """The incarnation of the prefill worker that computes the prompt."""
         return self.stream.peer.incarnation
 
     @property
     def wants_memory(self) -> bool:
-        """Whether its prefill worker has asked for memory and was not granted it yet."""
+        """Whether its prefill worker has asked for memory and has not been granted it yet."""
         return self.hand_over.state is DecodeState.ASKED
 
     @property
     def findable_len(self) -> int:
-        """Tokens of its input that may come from the prefix index: all, for none is computed."""
+        """Tokens of its input that the prefix index may have: all, as none is computed here."""
         return self.input_len
 
     @property
     def phase(self) -> RequestPhase:
-        """Where it is."""
+        """The phase that it is in."""
         if self.activated_at:
             return RequestPhase.DECODING
         if self.hand_over.state is DecodeState.GRANTED and not self.pulls:
@@ -114,16 +114,16 @@ class HandedOverRequest(DecodeRequest):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it was granted memory, and its prompt is not being computed yet."""
+        """Whether it was granted memory, but its prompt is not being computed yet."""
         return self.hand_over.state is DecodeState.GRANTED and not self.hand_over.begun
 
     @property
     def is_being_computed(self) -> bool:
-        """Whether its prefill worker has begun to compute it, and did not announce all of it."""
+        """Whether its prefill worker has begun to compute it, but has not announced all of it."""
         return self.hand_over.begun and not self.announced_at
 
     def generates_soon(self, now: float) -> bool:
-        """Whether all of its pages were announced, and it is not stuck since."""
+        """Whether all of its pages were announced, and it has not been stuck since."""
         if not self.announced_at or self.activated_at:
             return False
         return now - max(self.announced_at, self.read_at) < _SOON_SECONDS

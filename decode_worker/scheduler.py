@@ -50,27 +50,27 @@ from kvrelay.wire.submit import CancelRequest
 DecodeMessage: TypeAlias = (
     PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed | AgentReadable | LentHashed
 )
-"""What the decode scheduler takes beside the commands that every scheduler takes."""
+"""The messages of the decode scheduler, beside the commands that every scheduler takes."""
 
 _COMPUTES_NO_PROMPTS = "this decode worker was started with --placement disaggregated"
 
 
 class DecodeScheduler:
-    """Takes prompts over, or computes them, and generates; the `Scheduler` of a decode worker.
+    """The `Scheduler` of a decode worker: takes prompts over, or computes them, and generates.
 
-    A request waits without memory, is asked for by its prefill worker, reserves
-    its whole prompt if what others are expected to generate still fits beside it,
-    pulls pages as they are announced, is activated when the prefill side confirms
-    that it held them all along, and then gains tokens step by step. If memory runs
-    short after all, the request with the least to lose is retracted, and its router
+    A request waits without memory until its prefill worker asks for it. Then it reserves its whole
+    prompt, if the expected growth of others still fits beside it. It pulls pages as they are
+    announced. It is activated when the prefill side confirms that it held them all along, and then
+    gains tokens step by step.
+
+    If memory runs short after all, the request with the least to lose is retracted, and its router
     submits it again.
 
-    A request without a prefill worker waits in the same queue, reserves as much at
-    once, and is computed here, chunk by chunk, beside those that generate.
+    A request without a prefill worker waits in the same queue and reserves as much at once. It is
+    computed here, chunk by chunk, beside those that generate.
 
-    ``DecodeScheduler`` uses ``Grants``, ``HandOvers`` and ``Heartbeats``, the latter two
-    and the scheduler itself use ``Pulls``, and all use ``DecodeRequests``, never the other way
-    round.
+    ``DecodeScheduler`` uses ``Grants``, ``HandOvers`` and ``Heartbeats``. The latter two and the
+    scheduler itself use ``Pulls``. All use ``DecodeRequests``, never the other way round.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -104,7 +104,7 @@ class DecodeScheduler:
         self._running = self._requests.running
         self._steps = self._requests.steps
         self._probes: dict[str, PeerTransport] = {}
-        """The latest of each prefill worker that lives."""
+        """The latest probe of each prefill worker that lives."""
         self._histories = LentHistories(
             context,
             self._requests,
@@ -139,10 +139,10 @@ class DecodeScheduler:
         )
         self.heartbeats = Heartbeats(context, self._requests, self._pulls, timeout)
         self._dead: deque[str] = deque(maxlen=MOST_DEAD)
-        """Prefill workers of which a probe may still be reported, too late."""
+        """Dead prefill workers, for which a late probe may still be reported."""
 
     def submit(self, command: Submit) -> None:
-        """Let a new request wait: until it is asked for, or until there is room to compute it."""
+        """Queue a new request, until its prefill worker asks or there is room to compute it."""
         request = self._make(command)
         if not self._context.register(request, request.most_tokens):
             return
@@ -169,7 +169,7 @@ class DecodeScheduler:
         self._agent.confirm_death(incarnation)
 
     def handle(self, message: DecodeMessage) -> None:
-        """Take what concerns a hand-over stream or a read."""
+        """Take a message of a hand-over stream or a read."""
         match message:
             case PullEnded():
                 self._pulls.pull_ended(message)
@@ -193,12 +193,12 @@ class DecodeScheduler:
         self.heartbeats.send_or_give_up()
 
     def admit(self) -> None:
-        """Reserve memory for what prefill workers have asked for, and grant it."""
+        """Reserve memory for the requests that prefill workers have asked for, and grant it."""
         self._grants.reserve_and_grant()
         self._histories.serve()
 
     def schedule(self) -> Sequence[Scheduled[DecodeRequest]]:
-        """Allocate the next token of all that generate, and chunks of prompts beside them."""
+        """Allocate the next token of all requests that generate, and prompt chunks beside them."""
         return self._steps.schedule()
 
     def process_step_output(self, item: Scheduled[DecodeRequest], output: StepOutput) -> None:
@@ -218,7 +218,7 @@ class DecodeScheduler:
     def load(self) -> WorkerLoad:
         """Count requests, prompt tokens that are not here yet, and expected growth.
 
-        What is expected to be cached takes room, and need not be computed.
+        Tokens that are expected to be cached take room, but need not be computed.
         """
         requests = self._context.requests.values()
         to_read = [r.input_len for r in requests if r.peer and not r.kv_written_len]
@@ -236,7 +236,7 @@ class DecodeScheduler:
         )
 
     def progress(self) -> Iterator[tuple[DecodeRequest, RequestProgress]]:
-        """How far each request has come: what was read, computed and generated."""
+        """Yield how far each request has come: what was read, computed and generated."""
         shape = self._context.kv_cache.shape
         for request in self._context.requests.values():
             pages = shape.pages_for(request.input_len)

@@ -1,4 +1,4 @@
-"""Builds a decode worker."""
+"""The assembly of a decode worker."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class DecodePlugin:
 
 
 def build(config: WorkerConfig) -> Worker:
-    """A decode worker that is not started yet."""
+    """Make a decode worker that is not started yet."""
     return Worker(config, DecodePlugin)

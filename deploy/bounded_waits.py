@@ -1,4 +1,4 @@
-"""Waits: before something is tried again, for what may never come, and for what must be done."""
+"""The waits between attempts, for something that may never come, and for work that must end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 _FIRST_SECONDS: Final = 0.1
 LONGEST_SECONDS: Final = 10.0
 _LOOKS: Final = 10
-"""At what is waited for, in the time that it may take."""
+"""The number of looks at a task in the time that it may take."""
 
 
 class Pauses:
-    """Each pause is twice as long as the one before, up to a limit.
+    """Pauses between attempts, each twice as long as the one before, up to a limit.
 
-    They begin with the shortest again once there was none for as long as the longest.
+    When there was no pause for as long as the limit, the next one is the shortest again.
 
     Args:
         longest_seconds: the limit.
@@ -30,7 +30,7 @@ class Pauses:
         self._ended = -math.inf
 
     async def pause(self) -> None:
-        """Sleep before the next try."""
+        """Sleep before the next attempt."""
         if time.monotonic() - self._ended > self._longest:
             self._next = _FIRST_SECONDS
         await asyncio.sleep(self._next)
@@ -39,11 +39,11 @@ class Pauses:
 
 
 async def is_done_within(task: asyncio.Future[Any], seconds: float) -> bool:
-    """Wait for a task for as long as this event loop has run for `seconds`; cancels nothing.
+    """Wait until a task is done, or this event loop has run for `seconds`; cancel nothing.
 
-    A time in which the loop did not run, because its process was stopped or some code held the
-    interpreter, counts as a tenth of `seconds` at most: an answer may have come meanwhile that
-    nobody could take.
+    Sometimes the loop cannot run, because its process was stopped or some code held the
+    interpreter. Such a time counts as a tenth of `seconds` at most: an answer may have come that
+    the loop could not read.
     """
     for _ in range(_LOOKS):
         await asyncio.wait({task}, timeout=seconds / _LOOKS)
@@ -53,9 +53,9 @@ async def is_done_within(task: asyncio.Future[Any], seconds: float) -> bool:
 
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for the result of work, which the cancellation of its caller does not cut short.
+    """Wait for the result of work that a cancellation of the caller must not cut short.
 
-    The cancellation is raised then, unless the work has raised something itself.
+    The cancellation is raised after the work has ended, unless the work itself has raised an error.
     """
     task, cancelled = asyncio.create_task(work), None
     while not task.done():

@@ -26,7 +26,7 @@ _COMMANDS = (
 
 
 class _Commands(click.Group):
-    """Imports a subcommand only when it is called: some take seconds to import."""
+    """The group that imports a subcommand only when it is called: some take seconds to import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

@@ -1,4 +1,4 @@
-"""Turns a command's failure into one clear line and an exit status."""
+"""The translation of a command's failure into one clear line and an exit status."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _say_notes(error: Exception) -> None:
-    """Print the notes of an error, a line each: where to look further."""
+    """Print an error's notes, one a line: they say where to look further."""
     for note in getattr(error, "__notes__", ()):
         click.echo(f"kvrelay: {note}", err=True)

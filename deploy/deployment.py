@@ -1,4 +1,4 @@
-"""Starts a cluster and its router from the options. Everything is put together here."""
+"""The start of a cluster and its router from the options; all parts are put together here."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ async def deployed(
     *,
     log_level: int = logging.WARNING,
 ) -> AsyncIterator[Deployment]:
-    """A context in which workers and router run, ready for requests; Ray must be initialised.
+    """Open a context in which workers and router serve requests; Ray must be initialised.
 
-    At its end the router stops first, so that every live request is answered, then the
-    workers.
+    When it is left, the router stops first, so that every live request is answered, then the
+    workers stop.
     """
     configs = worker_configs(options, model)
     async with AsyncExitStack() as stack:
@@ -72,7 +72,7 @@ async def deployed(
 
 
 def worker_configs(options: ServeOptions, model: ModelFolder) -> list[WorkerConfig]:
-    """A configuration for each worker, which is named by role and number."""
+    """Return a configuration for each worker, which is named by role and number."""
     device = _device(options)
     host = NODES_ADDRESS if options.joins_ray else WORKER_HOST
     ports = iter([address.port for address in options.worker_metrics()])
@@ -104,7 +104,7 @@ def worker_configs(options: ServeOptions, model: ModelFolder) -> list[WorkerConf
 
 
 def _faults_of(worker: str, options: ServeOptions) -> tuple[Fault, ...] | None:
-    """The faults that are for this worker; None if the options name none at all."""
+    """Return the faults that are meant for this worker; None if the options name none at all."""
     faults = parse_faults(options.debug_faults)
     return tuple(one for one in faults if one.worker in ("", worker)) if faults else None
 
@@ -122,7 +122,7 @@ def _device(options: ServeOptions) -> str:
 
 
 def loading_text(progress: Mapping[str, float]) -> str:
-    """How far the workers have come, from the share of its weights that each has read."""
+    """Return a line on the start's progress, from the share of its weights each worker has read."""
     started = sum(share == 1 for share in progress.values())
     text = f"{started} of {len(progress)} loaded the model"
     if started == len(progress):

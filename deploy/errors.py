@@ -1,9 +1,9 @@
 """The errors of the commands; each message is one line, written for the user.
 
-DeployError            any of them
-├── OptionError        an option's value cannot be used
-├── ModelError         no checkpoint could be had for what was asked
-└── ClusterError       Ray or a worker did not start
+- DeployError: any of them.
+- OptionError, a DeployError: an option's value cannot be used.
+- ModelError, a DeployError: no checkpoint could be found or made for the model.
+- ClusterError, a DeployError: Ray or a worker did not start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OptionError(DeployError):
 
 
 class ModelError(DeployError):
-    """No checkpoint could be had for the model that was asked for."""
+    """No checkpoint could be found or made for the requested model."""
 
 
 class ClusterError(DeployError):

@@ -1,4 +1,4 @@
-"""How a process writes its log: as lines of text, or as one JSON object a line."""
+"""A process's log: lines of text, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvrelay.options.observing import LogFormat
 
 TEXT: Final = "%(levelname)s %(name)s: %(message)s"
 _FIELDS: Final = ("request_id", "attempt", "trace_id", "outcome", "prompt", "output")
-"""What a message may say apart from its text, as `extra`."""
+"""The fields that a message may have beside its text, given as `extra`."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a message as one JSON object.
+    """A formatter that writes each message as one JSON object.
 
-    It has time (UTC), level, logger, message and pid; the process's own fields; those of `_FIELDS`
-    that the message has; and the traceback of an exception.
+    An object has time (UTC), level, logger, message and pid, the process's own fields and the
+    message's `_FIELDS`. If there was an exception, it has the traceback.
 
     Args:
         process: the process's own fields.
@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
         self.process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message has in it."""
+        """Return one line, whatever the message contains."""
         said: dict[str, Any] = {
             "time": utc(record.created),
             "level": record.levelname,
@@ -49,13 +49,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def utc(seconds: float) -> str:
-    """A moment as RFC 3339 writes it, to the millisecond."""
+    """Format a moment as RFC 3339 does, to the millisecond."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
 
 
 def level_of(*, debug: bool) -> int:
-    """The level of a command, and of the processes that it starts."""
+    """Return the log level of a command, and of the processes that it starts."""
     return logging.INFO if debug else logging.WARNING
 
 
@@ -64,8 +64,8 @@ def set_up_log(level: int, form: LogFormat, **process: str) -> None:
 
     Args:
         level: the lowest one that is written.
-        form: of each message.
-        process: what JSON says of the process beside each message, such as the worker's name.
+        form: the format of each message.
+        process: the process's own fields in each JSON message, such as the worker's name.
     """
     if form is LogFormat.TEXT:
         logging.basicConfig(level=level, format=TEXT)
@@ -77,7 +77,7 @@ def set_up_log(level: int, form: LogFormat, **process: str) -> None:
 
 
 def add_to_log(**process: str) -> None:
-    """Let each further message in JSON say more of the process."""
+    """Add fields of the process to each further message in JSON."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
             handler.formatter.process.update(process)

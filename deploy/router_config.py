@@ -1,4 +1,4 @@
-"""What a router is told, from the options of a cluster."""
+"""The configuration of a router, from the options of a cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrelay.router.config import RouterConfig, RouterOptions
 
 
 def router_config(options: ServeOptions, model: ModelFolder) -> RouterConfig:
-    """The router's part of the options."""
+    """Return the router's part of the options."""
     return RouterConfig(
         model_name=model.name,
         model_path=model.path,

@@ -1,4 +1,4 @@
-"""Prints the steps of a cluster's start, and how long each takes."""
+"""The steps of a cluster's start, printed with the time that each takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StartStep:
 
 
 class StartProgress:
-    """Writes a line for each step: its name, its text, its seconds.
+    """The printer of one line for each step: its name, its text, its seconds.
 
     A terminal shows the line while the step runs; a file gets it once, when the step has
     ended.
@@ -42,7 +42,7 @@ class StartProgress:
         return time.monotonic() - self._started
 
     def line(self, text: str = "") -> None:
-        """Write a line of its own."""
+        """Write one line."""
         self._stream.write(text + "\n")
         self._stream.flush()
 

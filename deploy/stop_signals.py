@@ -16,8 +16,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """A context that handles SIGINT and SIGTERM alike; enter it in the main thread.
 
-    The first signal calls what `deliver_to` was given, or raises KeyboardInterrupt if it was
-    given nothing. The second ends this process at once; the system then ends Ray's processes.
+    The first signal calls the function given to `deliver_to`, or raises KeyboardInterrupt if there
+    is none. The second ends this process at once; the system then ends Ray's processes.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Set the handlers. To be called again after Ray has started, which sets its own."""
+        """Set the handlers. Call it again after Ray has started, which sets its own."""
         for number in _SIGNALS:
             signal.signal(number, self._handle)
 
@@ -45,7 +45,7 @@ class StopSignals:
         self._stop = stop
 
     def stopping(self) -> None:
-        """Let the first signal do nothing from now on but set `received`."""
+        """Let the first signal only set `received` from now on."""
         self._stop = lambda: None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -58,11 +58,11 @@ class StopSignals:
 
 
 class TermSignal:
-    """SIGTERM to a process whose event loop is not in its main thread; made in the main thread.
+    """The receipt of SIGTERM in an event loop outside the main thread; make it in the main thread.
 
-    The handler does nothing: the main thread may be in C code for long, and runs no Python
-    handler meanwhile. But the interpreter writes the signal's number to a socket at once, and
-    the event loop reads it there.
+    The handler does nothing: the main thread may be in C code for long, and then runs no Python
+    handler. But the interpreter writes the signal's number to a socket at once, and the event loop
+    reads it there.
     """
 
     def __init__(self) -> None:

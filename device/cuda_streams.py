@@ -23,7 +23,7 @@ _PORTABLE: Final = 1
 
 
 class CudaEvent:
-    """An `DeviceEvent`. A host that waits for it sleeps."""
+    """An `DeviceEvent`. A host thread that waits for it sleeps."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A `DeviceStream`: launched work is called at once, what it gives to the device runs later."""
+    """A `DeviceStream`. Launched work is called at once; the device runs what it queues later."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -62,7 +62,8 @@ class CudaStream:
 class CudaStreams:
     """The `Streams` of one CUDA device.
 
-    Forwards run on the device's default stream, as all that is loaded before the first one does.
+    Forwards run on the device's default stream, like everything that is loaded before the first
+    one.
     """
 
     is_immediate = False
@@ -74,7 +75,7 @@ class CudaStreams:
         self.copies: DeviceStream = CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def enter_thread(self) -> None:
-        """Make the device's context this thread's."""
+        """Make the device's context current on this thread."""
         use_device(self._device)
 
     def make_staging(self) -> Staging:
@@ -91,7 +92,7 @@ class CudaPinning:
     def pin(self, address: int, nbytes: int) -> None:
         """See `Pinning`.
 
-        Not torch's pinned memory: that takes a power of two, and no huge pages.
+        It does not use torch's pinned memory, which takes a power of two, and no huge pages.
         """
         with torch.cuda.device(self._device):
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -105,15 +106,16 @@ class CudaPinning:
 
 
 def _check(result: int) -> None:
-    """Raise `torch.cuda.CudaError`, a `RuntimeError`, with CUDA's words unless it is success."""
+    """Raise `torch.cuda.CudaError`, a `RuntimeError` with CUDA's message, unless it is success."""
     if result:
         raise torch.cuda.CudaError(result)
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU's context this thread's, before it calls CUDA or NIXL.
+    """Make a GPU's context current on this thread, before it calls CUDA or NIXL.
 
-    A new thread has none: kernels would run on another GPU, and UCX leaves its CUDA transports out.
+    A new thread has none: kernels would run on another GPU, and UCX would leave out its CUDA
+    transports.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -121,17 +123,17 @@ def use_device(device: torch.device) -> None:
 
 
 def record_event(device: torch.device) -> DeviceEvent:
-    """The event behind what was launched on the current stream of a device."""
+    """Record an event behind the work launched on the current stream of a device."""
     if device.type != "cuda":
         return PASSED
     return CudaEvent(torch.cuda.current_stream(device))
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """Make the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else ImmediateStreams()
 
 
 def make_pinning(device: torch.device) -> Pinning | None:
-    """What pins the host's memory for a device; None: a CPU needs none."""
+    """Make the object that pins the host's memory for a device; None: a CPU needs none."""
     return CudaPinning(device) if device.type == "cuda" else None

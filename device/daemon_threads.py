@@ -1,4 +1,4 @@
-"""Threads that the end of the process does not wait for: what they call may hang for ever."""
+"""Threads that the end of the process does not wait for, because their calls may hang forever."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _Result = TypeVar("_Result")
 
 
 class DaemonThreads:
-    """Calls functions, as `ThreadPoolExecutor` does, which the interpreter joins at its end.
+    """A pool of threads, like `ThreadPoolExecutor`, which the interpreter would join at its end.
 
     Args:
-        number: threads.
-        name: theirs.
+        number: of threads.
+        name: their name.
     """
 
     def __init__(self, number: int, name: str) -> None:
@@ -32,7 +32,7 @@ class DaemonThreads:
     def submit(
         self, call: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
     ) -> Future[_Result]:
-        """Call a function on one of the threads; the earlier ones come first."""
+        """Call a function on one of the threads, after the earlier ones."""
         future: Future[_Result] = Future()
 
         def run() -> None:
@@ -45,7 +45,7 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Have the threads end after what was submitted. Waits for nothing."""
+        """End the threads after the work that was submitted. Waits for nothing."""
         for _ in self._threads:
             self._calls.put(None)
 

@@ -1,8 +1,8 @@
-"""Work that a device does after it was told to: streams, events, memory that copies use meanwhile.
+"""Work that a device runs after its launch: streams, events, and memory for copies.
 
-The host launches work on a stream and goes on. Work of one stream runs in the order in which it was
-launched; work of two streams in any order, but for what `wait_for` says. An event says when the
-work before it has run: until then nobody else may use what that work reads or writes.
+The host launches work on a stream and goes on. Work of one stream runs in the order of its
+launches; work of two streams in any order, except for `wait_for`. An event passes when the work
+before it has run. Until then no other code may use the memory that the work reads or writes.
 
 On a CPU work runs while it is launched, and every event has passed. `cuda_streams` has a GPU's.
 """
@@ -21,11 +21,11 @@ ArrayT = TypeVar("ArrayT", bound=np.generic)
 
 _ALIGNMENT: Final = 64
 LARGE_BYTES: Final = 1 << 20
-"""That staging allocates at least at a time."""
+"""The least bytes that staging allocates at a time."""
 KEPT_USES: Final = 1024
-"""So many uses long a set keeps memory that none of them needs."""
+"""The number of uses for which a set keeps memory that none of them needs."""
 STEPS_IN_FLIGHT: Final = 2
-"""Steps that are launched and whose results are not on the host: so many sets of staging."""
+"""The most steps that are launched and whose results are not on the host; as many staging sets."""
 
 
 class DeviceEvent(Protocol):
@@ -36,7 +36,7 @@ class DeviceEvent(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until it has passed. Raises what the device says if work has failed."""
+        """Block until it has passed. Raises the device's error if work has failed."""
         ...
 
 
@@ -44,71 +44,71 @@ class DeviceStream(Protocol):
     """A queue of work on a device."""
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Let `work` run after all that was launched here before. May return before it has run.
+        """Run `work` after all that was launched here before. May return before it has run.
 
-        What `work` reads of the host's memory must stay as it is until an event behind it passes.
-        Raises what `work` raises, if it is called at once.
+        Host memory that `work` reads must stay unchanged until an event behind it passes. Raises
+        the exceptions of `work`, if it is called at once.
         """
         ...
 
     def record(self) -> DeviceEvent:
-        """The event behind all that was launched here so far."""
+        """Record an event behind all that was launched here so far."""
         ...
 
     def wait_for(self, event: DeviceEvent) -> None:
-        """Let what is launched here from now on run only after `event`. Does not block the host."""
+        """Make all later launches here run only after `event`. Does not block the host."""
         ...
 
 
 class Streams(Protocol):
-    """A device's streams, as one worker uses them."""
+    """An interface to a device's streams, as one worker uses them."""
 
     forward: DeviceStream
-    """Forwards, sampling and copies of pages within pools, in the order of steps."""
+    """The stream of forwards, sampling and copies of pages within pools, in the order of steps."""
     results: DeviceStream
-    """Copies of a step's results to the host."""
+    """The stream of copies of a step's results to the host."""
     copies: DeviceStream
-    """Copies of pages between the device and a lower tier."""
+    """The stream of copies of pages between the device and a lower tier."""
     is_immediate: bool
-    """Work has run when `launch` returns."""
+    """Whether work has run when `launch` returns."""
 
     def enter_thread(self) -> None:
-        """Call first on each thread that uses the streams."""
+        """Prepare a thread; must be called first on each thread that uses the streams."""
         ...
 
     def make_staging(self) -> Staging:
-        """Host memory for the arrays and the results of steps."""
+        """Make host memory for the arrays and the results of steps."""
         ...
 
 
 class StagingSet(Protocol):
-    """Host memory of one step in flight."""
+    """An interface to host memory of one step in flight."""
 
     def put(self, array: npt.NDArray[ArrayT]) -> npt.NDArray[ArrayT]:
-        """`array` where the device can copy from it until the set is used again."""
+        """Copy `array` to where the device can read it until the set is used again."""
         ...
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a device's tensor to the host; called by work on a stream.
 
-        The caller keeps the device's tensor until that work has run. Else its memory may be given
-        to work of other streams.
+        The caller keeps the device's tensor until that work has run. Otherwise its memory may be
+        given to work of other streams.
 
         Returns:
-            the host's, whose contents are there once that work has run.
+            The host's tensor, whose contents are there once that work has run.
         """
         ...
 
     def use_until(self, event: DeviceEvent) -> None:
-        """It may be used again once `event` has passed: nothing reads or writes it then."""
+        """Allow the next use once `event` has passed: nothing reads or writes it then."""
         ...
 
 
 class Staging(Protocol):
-    """The sets of staging, used in turn."""
+    """An interface to the sets of staging, used in turn."""
 
     def begin(self) -> StagingSet:
-        """The set for the next step. Waits until nothing of its last use is on its way."""
+        """Get the set for the next step. Waits until its last use has ended."""
         ...
 
 
@@ -160,7 +160,7 @@ class ImmediateStreams:
 
 
 class NoStaging:
-    """Staging, and its only set, where the device reads and writes the host's memory itself."""
+    """The staging, and its only set, of a device that accesses the host's memory itself."""
 
     def begin(self) -> StagingSet:
         """See `Staging`."""
@@ -181,23 +181,23 @@ class NoStaging:
 class PinnedSet:
     """A `StagingSet` in pinned memory: one block, of up to twice what its largest step needed.
 
-    After `KEPT_USES` uses without one that needs half of it, it is given back for a smaller one.
-    Results that are larger than `LARGE_BYTES` have memory of their own, which is given back when
-    nobody refers to them.
+    After `KEPT_USES` uses without one that needs half of it, it is replaced by a smaller one.
+    Results that are larger than `LARGE_BYTES` have memory of their own. It is freed when nothing
+    refers to them.
 
     Args:
-        allocate: pinned memory of so many bytes, ``[bytes]`` uint8.
+        allocate: allocates pinned memory of a number of bytes, ``[bytes]`` uint8.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
         self._blocks = [allocate(LARGE_BYTES)]
-        """The last is used now. The others are of this step, too, and were too small."""
+        """The blocks of this step. The last is used now; the others were too small."""
         self._used = 0
         self._taken = 0
-        """Bytes of all blocks that the step has."""
+        """The bytes of all blocks that the step has taken."""
         self._largest = 0
-        """Bytes that a step has taken at most, of the last `_uses`."""
+        """The most bytes that a step has taken, in the last `_uses`."""
         self._uses = 0
         self._last_use: DeviceEvent = PASSED
 
@@ -231,14 +231,14 @@ class PinnedSet:
         self._last_use = event
 
     def _resize(self, needed: int) -> None:
-        """Have one block for steps that take so many bytes, of twice as many at most."""
+        """Make one block for steps that need `needed` bytes, of at most twice as many."""
         size = max(LARGE_BYTES, _power_of_two(needed))
         if len(self._blocks) > 1 or size < len(self._blocks[0]):
             self._blocks = [self._allocate(size)]
         self._uses = self._largest = 0
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """The next bytes that this step has not taken."""
+        """Take the next bytes of this step."""
         if self._used + nbytes > len(self._blocks[-1]):
             self._blocks.append(self._allocate(max(LARGE_BYTES, _power_of_two(nbytes))))
             self._used = 0
@@ -250,7 +250,7 @@ class PinnedSet:
 
 
 def _power_of_two(nbytes: int) -> int:
-    """The least that is not less, at least 1."""
+    """Round up to a power of two, at least 1."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -258,7 +258,7 @@ class PinnedStaging:
     """The `Staging` of devices that copy while the host goes on.
 
     Args:
-        allocate: pinned memory of so many bytes, ``[bytes]`` uint8.
+        allocate: allocates pinned memory of a number of bytes, ``[bytes]`` uint8.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -274,10 +274,10 @@ class PinnedStaging:
 
 
 class Pinning(Protocol):
-    """Pins the host's memory for one device."""
+    """An interface that pins the host's memory for one device."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Keep memory where it is, for the device to access. Blocks; a GiB takes a while.
+        """Pin memory for the device to access. Blocks; a GiB takes a while.
 
         Raises:
             RuntimeError: the device or the system does not pin so much. Nothing is pinned.
@@ -285,9 +285,9 @@ class Pinning(Protocol):
         ...
 
     def unpin(self, address: int) -> None:
-        """Let go of memory that was pinned from `address` on. Nothing may copy it any more.
+        """Unpin memory that was pinned from `address` on. No copy may use it any more.
 
         Raises:
-            RuntimeError: what the device says.
+            RuntimeError: the device's error.
         """
         ...

@@ -1,4 +1,4 @@
-"""How long the end of a worker waits for its threads: device, disk and NIXL may hang for ever."""
+"""The time that a worker's end waits for its threads, as device, disk and NIXL may hang forever."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from typing import Final, Protocol
 
 CLOSE_SECONDS: Final = 7.0
-"""For all threads together. Less than a supervisor gives the worker's whole end, which would kill
-the process in the midst of it."""
+"""Seconds for all threads together. A supervisor gives the whole end of the worker more, and kills
+the process after that."""
 LEAST_SECONDS: Final = 0.1
-"""For each thread, though another one has used up the time."""
+"""Seconds for each thread, even if another one has used up the time."""
 
 
 class Closable(Protocol):
@@ -30,11 +30,11 @@ def close_all(*threads: Closable | None) -> None:
 
 
 def seconds_until(ends_at: float) -> float:
-    """What is left for a thread until a moment of `time.monotonic`, or the least."""
+    """Compute the seconds left for a thread until a moment of `time.monotonic`, at the least."""
     return max(ends_at - time.monotonic(), LEAST_SECONDS)
 
 
 def ended_within(thread: threading.Thread, seconds: float) -> bool:
-    """Wait for the end of a thread, but not for longer; returns whether it has ended."""
+    """Wait for the end of a thread, but not for longer. Returns whether it has ended."""
     thread.join(seconds)
     return not thread.is_alive()

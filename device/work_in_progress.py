@@ -1,4 +1,4 @@
-"""What a thread works on, and for how long: a thread that hangs is found by it."""
+"""The work that a thread is at, and for how long, by which a hanging thread is found."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ class OldestWork(NamedTuple):
     """The piece of work that a thread is at."""
 
     seconds: float
-    """Since it was handed over, or since the one before it ended, if that was later."""
+    """The seconds since it was handed over, or since the previous piece ended, if that was
+    later."""
     tokens: int
-    """Its size."""
+    """The size of the piece."""
     number: int
-    """Its own, if it has one."""
+    """The number of the piece, if it has one."""
 
 
 class WorkInProgress:
-    """The pieces of work that were handed to a thread, which does them in order. Any thread."""
+    """The pieces of work that were handed to a thread, which does them in order. For any thread."""
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[int, int]] = deque()
-        """The tokens and the number of each."""
+        """The tokens and the number of each piece."""
         self._since = 0.0
         self._lock = threading.Lock()
 
     def begin(self, tokens: int, number: int = 0) -> None:
-        """A piece of work of this size is handed over; its number tells it from others."""
+        """Hand over a piece of work of this size; its number identifies it."""
         with self._lock:
             if not self._pieces:
                 self._since = time.monotonic()
             self._pieces.append((tokens, number))
 
     def end(self) -> None:
-        """The oldest piece has ended."""
+        """Note that the oldest piece has ended."""
         with self._lock:
             self._pieces.popleft()
             self._since = time.monotonic()
 
     @property
     def count(self) -> int:
-        """The pieces that have not ended."""
+        """The number of pieces that have not ended."""
         with self._lock:
             return len(self._pieces)
 

@@ -1,4 +1,4 @@
-"""What a worker is told at its start."""
+"""Everything that a worker is configured with when it starts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvrelay.wire.worker_info import WorkerRole
 
 
 class PrefixIndexKind(StrEnum):
-    """How a worker finds prefixes that it has computed, or taken over, before."""
+    """The way in which a worker finds prefixes that it has computed, or taken over, before."""
 
     RADIX = "radix"
-    """In a radix tree over whole pages."""
+    """It finds them in a radix tree over whole pages."""
     NONE = "none"
-    """Not at all: every request's pages are freed at its end."""
+    """It finds none: every request's pages are freed at its end."""
 
 
 class Speculation(StrEnum):
-    """Who guesses the next tokens, so that one forward can verify several."""
+    """The source of guessed next tokens, several of which one forward can verify."""
 
     NONE = "none"
     NGRAM = "ngram"
@@ -344,11 +344,11 @@ class WorkerConfig(WorkerOptions):
     model_files: Mapping[str, str] = field(default_factory=dict)
     """The sha256 of the checkpoint's files, by name, if the worker's node is to get a copy."""
     draft_model_files: Mapping[str, str] = field(default_factory=dict)
-    """Of the drafting checkpoint."""
+    """The same for the draft model's checkpoint."""
     device: str = "cpu"
     """``cpu`` or ``cuda``."""
     computes_prompts: bool = True
-    """Whether a decode worker does, too; the other roles do in any case."""
+    """Whether a decode worker computes prompts; workers of the other roles always do."""
     threads: int = 1
     """Threads of one forward on a CPU."""
     draft_model_path: Path | None = None
@@ -358,23 +358,25 @@ class WorkerConfig(WorkerOptions):
     black_box: Path | None = None
     """A file on this machine where one process of the worker finds what killed the one before."""
     host: str = "127.0.0.1"
-    """Where the worker listens, and where the others reach it; empty until it is on its node."""
+    """The address where the worker listens and others reach it; empty until it is on its node."""
     metrics_host: str = "127.0.0.1"
-    """Where its metrics are read; empty: at `host`."""
+    """The address where its metrics are served; empty: the same as `host`."""
     advertised: Mapping[str, str] = field(default_factory=dict)
-    """What an empty `host` becomes, by the node's address or name; else the node's address."""
+    """The `host` by the node's address or name, if `host` is empty; other nodes use their
+    address."""
     near: str = ""
     """The label of nodes whose value becomes `locality`; empty: none."""
     locality: str = ""
-    """What workers near this one have, too; empty until it is on its node."""
+    """The locality shared with nearby workers; empty until the worker is on its node."""
     suspended_alone: bool = False
     """Whether its machine may be suspended while its controller's is not."""
     grpc_port: int = 0
-    """0: any free port."""
+    """The port of its gRPC server; 0: any free port."""
     metrics_port: int = 0
-    """0: any free port."""
+    """The port of its metrics server; 0: any free port."""
     tls: TlsFiles | None = None
-    """Shown to routers and other workers, who must show one of the same authority; None: plain."""
+    """The certificate shown to routers and workers, who must show one of the same authority; None:
+    no TLS."""
 
     def step_bound_seconds(self, tokens: int) -> float:
         """Seconds after which a forward of so many tokens is taken to hang."""

@@ -15,10 +15,11 @@
     poison:forward                the first forward fails as if the device were broken
     crash:forward                 the first forward ends the process by a segmentation fault
 
-Each fault happens once, or always from the N-th time on, in a worker's first life. The
-hooks are few: the outbox (messages of a hand-over), the transfer agent (reads), the copies
-between device and host, and the executor (forwards), see `engine.worker.faulty`, and
-`FaultPlan.reach`, which the roles call where a request enters a phase.
+Each fault happens once, or always from the N-th time on, in a worker's first life.
+
+The hooks are few: the outbox (hand-over messages), the transfer agent (reads), the copies between
+device and host, and the executor (forwards). `engine.worker.faulty` has them. The roles call
+`FaultPlan.reach` where a request enters a phase.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ logger = logging.getLogger(__name__)
 
 
 class FaultAction(StrEnum):
-    """What goes wrong."""
+    """The kinds of fault."""
 
     DELAY = "delay"
-    """It comes late, and on its stream everything behind it."""
+    """The event comes late, and everything behind it on its stream."""
     DROP = "drop"
-    """It never comes; of a read: nobody hears of its end."""
+    """The event never comes; for a read: its end is never reported."""
     DUPLICATE = "duplicate"
-    """It comes twice; of a read: its end."""
+    """The event comes twice; for a read: its end."""
     FAIL = "fail"
-    """Its stream breaks instead; a read or a forward ends in an error."""
+    """The event's stream breaks instead; a read or a forward ends in an error."""
     CORRUPT = "corrupt"
-    """Of a read alone: one bit of what it brings is flipped."""
+    """For reads only: one bit of the data is flipped."""
     HANG = "hang"
-    """Of a forward alone: it never ends, unless other faults are armed."""
+    """For forwards only: it never ends, unless other faults are armed."""
     POISON = "poison"
-    """Of a forward alone: it ends in the error of a broken device."""
+    """For forwards only: it ends in the error of a broken device."""
     CRASH = "crash"
-    """Of a forward alone: a segmentation fault ends the process."""
+    """For forwards only: a segmentation fault ends the process."""
     STOP = "stop"
     """The process stands still, for good if no time is given."""
     KILL = "kill"
@@ -67,7 +68,7 @@ class FaultAction(StrEnum):
 
 
 class FaultEvent(StrEnum):
-    """What can be delayed, dropped, duplicated, corrupted, or fail."""
+    """Events that a fault can delay, drop, duplicate, corrupt or fail."""
 
     ASK = "ask"
     GRANT = "grant"
@@ -84,10 +85,10 @@ class FaultEvent(StrEnum):
 
 
 class FaultPhase(StrEnum):
-    """Where a request can be when its worker is stopped or killed, or loses a page."""
+    """Phases of a request in which its worker can be stopped or killed, or lose a page."""
 
     QUEUED = "queued"
-    """It has come, and holds nothing."""
+    """The request has come, and holds nothing."""
     PREFILLING = "prefilling"
     """Prefill side: it has memory, and its first chunk is next."""
     BORROWING = "borrowing"
@@ -101,9 +102,9 @@ class FaultPhase(StrEnum):
     PULLED = "pulled"
     """Decode side: all is read, the verdict is awaited."""
     DECODING = "decoding"
-    """It begins to generate."""
+    """The request begins to generate."""
     RETRACTED = "retracted"
-    """It was retracted."""
+    """The request was retracted."""
     SAVING = "saving"
     """A turn has ended well, and its session is to keep its KV."""
     PREFETCHING = "prefetching"
@@ -113,7 +114,7 @@ class FaultPhase(StrEnum):
     DRAINING = "draining"
     """The worker takes nothing new."""
     STORING = "storing"
-    """Of no request: pages of the host were ordered to be written to storage."""
+    """Pages of the host were ordered to be written to storage; this phase has no request."""
     FETCHING = "fetching"
     """Pages were ordered to be read from storage."""
 
@@ -131,16 +132,16 @@ class Fault:
     action: FaultAction
     where: FaultEvent | FaultPhase
     nth: int = 1
-    """Counted on each worker by itself."""
+    """The occurrence that fails, counted from 1 on each worker by itself."""
     seconds: float = 0.0
     worker: str = ""
-    """The one that it is for; empty: every one."""
+    """The worker that the fault is for; empty: every worker."""
     peer: str = ""
-    """Of phases: only requests shared with this incarnation count; empty: all."""
+    """For phases: only requests shared with this incarnation count; empty: all."""
     request: str = ""
-    """Of forwards: only those count that compute this request; empty: all."""
+    """For forwards: only those that compute this request count; empty: all."""
     always: bool = False
-    """Of forwards: it happens from the n-th one on every time."""
+    """For forwards: every one from the n-th on fails."""
     pid: int = 0
     """The process that is stopped or killed; 0: the worker's own."""
 
@@ -152,10 +153,10 @@ _SPEC = re.compile(
 
 
 def parse_faults(specs: str) -> tuple[Fault, ...]:
-    """Specs with commas between them.
+    """Parse fault specs that are separated by commas.
 
     Raises:
-        ValueError: one line that says what is wrong with which.
+        ValueError: a spec is wrong; the message is one line that names it.
     """
     return tuple(_parse_fault(one.strip()) for one in specs.split(",") if one.strip())
 
@@ -207,7 +208,7 @@ def _choose(spec: str, value: str, kind: type[Any]) -> Any:
 
 
 class FaultPlan:
-    """What is still to go wrong on one worker; without faults it does nothing.
+    """The faults that are yet to happen on one worker; without any it does nothing.
 
     Its methods may be called from any thread.
     """
@@ -236,7 +237,7 @@ class FaultPlan:
         rearmed.wait()
 
     def reach(self, phase: FaultPhase, peer: str = "") -> None:
-        """A request, shared with `peer`, enters `phase` here. May not return."""
+        """Note that a request, shared with `peer`, enters `phase` here. May not return."""
         if not self._armed:
             return
         fault = self.take(phase, peer)
@@ -250,10 +251,10 @@ class FaultPlan:
     def take(
         self, where: FaultEvent | FaultPhase, peer: str = "", requests: Container[str] = ()
     ) -> Fault | None:
-        """One more of these: the fault that befalls it, if one does.
+        """Count one more event or phase, and return the fault that strikes it, if any.
 
         Args:
-            where: what happens.
+            where: the event or phase.
             peer: the incarnation that a phase's request is shared with.
             requests: the ids of those that a forward computes.
         """
@@ -294,7 +295,7 @@ def _strike(fault: Fault) -> None:
     pid = fault.pid or own
     stop = fault.action is FaultAction.STOP
     if stop and fault.seconds and pid == own:
-        # Whoever stands still cannot wake itself up.
+        # A stopped process cannot wake itself up.
         wake = f"import os, time; time.sleep({fault.seconds}); os.kill({own}, {signal.SIGCONT:d})"
         subprocess.Popen([sys.executable, "-S", "-c", wake])  # noqa: S603 (nothing from outside)
     elif stop and fault.seconds:

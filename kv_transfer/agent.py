@@ -1,7 +1,7 @@
-"""The transfer thread: what other threads order of KV transfers, and when progress is made.
+"""The transfer thread: runs the KV transfers that other threads order, and makes NIXL's progress.
 
-The thread makes NIXL's progress itself: closely while it reads, often while peers are expected
-to read from this worker, and now and then otherwise, so that no peer waits for ever.
+It makes progress very often while it reads, often while peers are expected to read from this
+worker, and now and then otherwise. So no peer waits forever.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from kvrelay.wire.model_digest import NO_MODEL, ModelDigest
 logger = logging.getLogger(__name__)
 
 READING_DELAY_S = (50e-6, 5e-3)
-"""Between checks of running reads: of one that has just started, and of one that takes long."""
+"""Seconds between checks of running reads: for one that has just started, and for a long one."""
 SERVING_DELAY_S = 500e-6
-"""Between progress calls while peers are expected to read from this worker."""
+"""Seconds between progress calls while peers are expected to read from this worker."""
 SETTLING_DELAY_S = 50e-3
-"""Between progress calls while fences of failed reads, or of dead peers, wait to pass."""
+"""Seconds between progress calls while fences of failed reads, or of dead peers, wait to pass."""
 IDLE_DELAY_S = 200e-3
-"""Between progress calls otherwise: a read may outlive the request that announced it. A call
+"""Seconds between other progress calls, as a read may outlive the request that announced it. A call
 costs 100 to 250 microseconds, most of them for waking up."""
 
 
 class TransferAgent:
-    """This worker's end of all KV transfers; implements `Transfers`.
+    """The `Transfers` of this worker: its end of all KV transfers.
 
-    Its methods may be called from any thread. They queue commands, which the transfer thread
-    runs in order. The pools stay registered with NIXL until the process ends, though it may be
-    another NIXL agent that knows them (`Endpoints`).
+    Its methods may be called from any thread. They queue commands, which the transfer thread runs
+    in order. The pools stay registered with NIXL until the process ends, though not always by the
+    same NIXL agent (`Endpoints`).
 
     Args:
-        incarnation: this worker's; also the NIXL agent's name, so that a
-            restarted worker is a new peer to everybody.
+        incarnation: this worker's; also the NIXL agent's name, so that a restarted worker is a new
+            peer to all others.
         pools: the memory that peers read from and that pulls write to; of one device.
         on_failure: called once, on the transfer thread, if it must give up.
-        model: what computes the pools' KV; peers must have the same.
-        before_progress: called on the transfer thread before anything that may move bytes. Where
-            this process must not serve any more, it ends the process.
+        model: computes the pools' KV; peers must have the same.
+        before_progress: called on the transfer thread before anything that may move bytes. It ends
+            the process if the process must not serve any more.
         host_pools: the host tier's, which peers may read, too; one for each of `pools`, or none.
     """
 
@@ -95,7 +95,7 @@ class TransferAgent:
             incarnation, memory, self._in_slow_call, for_peers=self.host_layouts
         )
         self.transports = describe_transports(on_gpu=self._device.type == "cuda")
-        """What UCX may choose from."""
+        """The transports that UCX may choose from."""
         self._reads = ReadsFromPeers(self._endpoints, self.layouts)
         self._peers = Peers(self._endpoints, self._reads)
         self._num_serving = 0
@@ -104,14 +104,14 @@ class TransferAgent:
         self._before_progress = before_progress
         self._hasher = PageHasher(pools, on_failure, host_pools)
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        # Apart from the commands, so that it is told however many of those are waiting.
+        # Apart from the commands, so that it is called however many of those wait.
         self._on_alive: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
     @property
     def num_serving(self) -> int:
-        """Requests that peers may read pages of."""
+        """The number of requests whose pages peers may read."""
         return self._num_serving
 
     @property
@@ -120,7 +120,7 @@ class TransferAgent:
         return self._hasher.work
 
     def describe(self) -> PeerDescription:
-        """What peers need in order to read this worker's pools.
+        """Describe this worker's pools, as peers need it to read them.
 
         A worker that reads itself calls `make_readable` first.
         """
@@ -142,23 +142,23 @@ class TransferAgent:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of each pool, together."""
+        """Bytes of one page of each pool, summed."""
         return sum(layout.geometry.page_bytes for layout in self.layouts)
 
     def meet(self, incarnation: str, plain: AgentDescription) -> None:
-        """Make a peer's pools readable, after a check of what it says; see `Transfers`."""
+        """Make a peer's pools readable, after a check of its description; see `Transfers`."""
         description = PeerDescription.read(plain)
         description.check(incarnation, self.layouts, self.model)
         self.add_peer(description)
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have `function` called on the transfer thread, after the commands before it."""
+        """Call `function` on the transfer thread, after the commands before it."""
         self._commands.put(function)
 
     def add_peer(self, peer: PeerDescription) -> None:
         """Make a peer's pools readable. Check the description first: its bytes are untrusted.
 
-        A peer that is known is connected anew if reads from it have failed.
+        A known peer is connected anew if reads from it have failed.
         """
         self.call_soon(lambda: self._peers.add(peer))
 
@@ -167,11 +167,11 @@ class TransferAgent:
         self.call_soon(lambda: self._peers.reconnect(incarnation))
 
     def watch_fences(self, on_passed: Callable[[], None]) -> None:
-        """Have `on_passed` called whenever fences of failed reads have passed; see `Transfers`."""
+        """Call `on_passed` whenever fences of failed reads have passed; see `Transfers`."""
         self.call_soon(lambda: self._reads.watch_fences(on_passed))
 
     def confirm_death(self, incarnation: str) -> None:
-        """Tell that a peer's process is gone, so that fences on it can pass; see `Transfers`."""
+        """Note that a peer's process is gone, so that fences on it can pass; see `Transfers`."""
         self.call_soon(lambda: self._peers.confirm_death(incarnation))
 
     def pull(
@@ -189,15 +189,15 @@ class TransferAgent:
         return pull
 
     def submit(self, pull: Pull, on_end: Callable[[Pull], None]) -> None:
-        """Start a pull that was made already. `on_end` is called once, on the transfer thread."""
+        """Start an existing pull. `on_end` is called once, on the transfer thread."""
         self.call_soon(lambda: self._reads.start_pull(pull, self._peers.find(pull.peer), on_end))
 
     def make_landing(self, on_refusal: Callable[[], None]) -> KVPool:
         """Make pages that one peer's scratch pages can be read into, and register them.
 
         Args:
-            on_refusal: called, on the transfer thread and before any read into the pages ends,
-                if NIXL does not take them. No byte ever arrives in them then.
+            on_refusal: called if NIXL refuses the pages, on the transfer thread and before any read
+                into them ends. No byte ever arrives in them then.
         """
         landing = make_landing(self.scratch)
         layout = _layout(landing)
@@ -212,8 +212,8 @@ class TransferAgent:
     def read_scratch(self, peer: str, landing: KVPool, on_end: Callable[[Pull], None]) -> Pull:
         """Start to read a peer's constant scratch pages into pages of `make_landing`.
 
-        In pieces of the pool's size, which no two are neighbours on both sides. `on_end` is
-        called once, on the transfer thread.
+        The pieces have the pool's size, and no two are adjacent on both sides. `on_end` is called
+        once, on the transfer thread.
         """
         constant = constant_pages(self.scratch)
         return self._probe("READ", Pull(peer, (constant[::-1],), (constant,)), landing, on_end)
@@ -221,17 +221,17 @@ class TransferAgent:
     def read_host(
         self, peer: str, host_pages: int, landing: KVPool, on_end: Callable[[Pull], None]
     ) -> Pull:
-        """Start to read pages of a peer's host tier, whatever they hold; else as `read_scratch`.
+        """Start to read pages of a peer's host tier, whatever they hold; else like `read_scratch`.
 
-        Of its first pool, which is like the scratch pages; from the first page on, as many as there
-        is room for in `landing`. `host_pages` are all that it has.
+        It reads the first pool, which has pages like the scratch pages. It reads from the first
+        page on, as many as fit into `landing`. `host_pages` is the size of the peer's pool.
         """
         remote = np.arange(min(landing.total_pages, host_pages))
         pull = Pull(peer, (remote[::-1],), (remote,), from_host=True)
         return self._probe("READ", pull, landing, on_end)
 
     def write_scratch(self, peer: str, on_end: Callable[[Pull], None]) -> Pull:
-        """Start to write to the scratch pages that a peer has for this; else as `read_scratch`."""
+        """Start to write to a peer's scratch pages for writes; else like `read_scratch`."""
         local, remote = constant_pages(self.scratch), landing_pages(self.scratch)
         return self._probe("WRITE", Pull(peer, (local,), (remote,)), self.scratch, on_end)
 
@@ -247,21 +247,21 @@ class TransferAgent:
         return pull
 
     def report_alive(self, on_alive: Callable[[], object]) -> None:
-        """Have `on_alive` called at the end of the transfer thread's next pass.
+        """Call `on_alive` at the end of the transfer thread's next pass.
 
-        At once while the thread is in one of `slow_calls`, whose length is watched by itself: on a
-        busy machine a new agent takes longer to make than a worker may be silent.
+        It is called at once while the thread is in one of `slow_calls`, whose length is watched
+        separately. On a busy machine making a new agent takes longer than a worker may be silent.
         """
         self._on_alive.put(on_alive)
         if self.slow_calls.oldest is not None:
             self._say_alive()
 
     def begin_serving(self) -> None:
-        """Tell that a peer may read pages of one more request: progress is made more often."""
+        """Note that a peer may read pages of one more request; progress is made more often."""
         self.call_soon(lambda: self._change_serving(+1))
 
     def end_serving(self) -> None:
-        """Tell that a peer reads the pages of one request no longer."""
+        """Note that a peer no longer reads the pages of one request."""
         self.call_soon(lambda: self._change_serving(-1))
 
     def hash_pages(
@@ -303,7 +303,7 @@ class TransferAgent:
             self._on_failure(f"{type(error).__name__}: {error}")
 
     def _say_alive(self) -> None:
-        """Call those who wait for it; any thread."""
+        """Call all functions that wait for it; from any thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._on_alive.get_nowait()()
@@ -311,7 +311,7 @@ class TransferAgent:
     @contextlib.contextmanager
     def _in_slow_call(self) -> Iterator[None]:
         self.slow_calls.begin(0)
-        self._say_alive()  # whoever asks from here on sees the call
+        self._say_alive()  # later callers of `report_alive` see the slow call
         try:
             yield
         finally:
@@ -327,7 +327,7 @@ class TransferAgent:
         command()
 
     def _delay(self) -> float:
-        """Seconds until progress is due."""
+        """Compute the seconds until progress is due."""
         age = self._reads.seconds_since_start()
         if age is not None:
             shortest, longest = READING_DELAY_S

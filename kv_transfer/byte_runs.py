@@ -1,4 +1,4 @@
-"""Turns lists of pages into the byte runs that a transfer moves."""
+"""The byte runs that a transfer moves, made from lists of pages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvrelay.mem_cache.geometry import Int64Array, KVGeometry
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """A pool as bytes: where it starts, how many pages it has and what they look like."""
+    """A pool as bytes: its address, its number of pages and their geometry."""
 
     geometry: KVGeometry
     total_pages: int
     address: int
     device_id: int
     memory_type: str
-    """NIXL's: ``DRAM`` or ``VRAM``."""
+    """The memory type in NIXL's terms: ``DRAM`` or ``VRAM``."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole pool."""
+        """The size of the whole pool."""
         return self.total_pages * self.geometry.page_bytes
 
 
@@ -42,7 +42,7 @@ class SpanPairs:
 
     @classmethod
     def joined(cls, parts: Sequence[SpanPairs]) -> SpanPairs:
-        """The runs of all `parts`, one part after the other."""
+        """Join the runs of all `parts`, one part after the other."""
         return cls(
             np.concatenate([part.local for part in parts]),
             np.concatenate([part.remote for part in parts]),
@@ -53,11 +53,10 @@ class SpanPairs:
 def pair_spans(
     local: PoolLayout, local_pages: Int64Array, remote: PoolLayout, remote_pages: Int64Array
 ) -> SpanPairs:
-    """The runs that copy `remote_pages` into `local_pages`, with neighbours merged.
+    """Make the runs that copy `remote_pages` into `local_pages`; adjacent runs are merged.
 
-    The two pools may differ in page order; a run ends where either side is no
-    longer contiguous. Long runs are fast: with `page_first` on both sides a page
-    is at most one run.
+    The two pools may differ in page order; a run ends where either side is no longer contiguous.
+    Long runs are fast: with `page_first` on both sides a page is at most one run.
 
     Raises:
         ValueError: a page id is out of range, or the two lists differ in length.
@@ -76,7 +75,7 @@ def pair_spans(
 
 
 def _pieces(layout: PoolLayout, pages: Int64Array) -> Int64Array:
-    """The byte offset of every (page, layer) piece, page by page; shape [pages * layers]."""
+    """Compute the byte offset of every (page, layer) piece, page by page; [pages * layers]."""
     if len(pages) and not 0 <= pages.min() <= pages.max() < layout.total_pages:
         raise ValueError(f"page ids must lie in [0, {layout.total_pages}), got {pages.tolist()}")
     return layout.geometry.piece_offsets(pages, layout.total_pages).ravel()

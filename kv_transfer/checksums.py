@@ -1,8 +1,8 @@
 """Checksums of pages, which show whether a decode worker has the bytes that were computed.
 
-Both sides hash their own copy of the same pages, each on a thread of its own,
-so that the engine thread hashes nothing. Only written tokens are hashed: the
-bytes behind them in a prompt's last page belong to nobody, and may differ.
+Both sides hash their own copy of the same pages, each on a thread of its own, so that the engine
+thread hashes nothing. Only written tokens are hashed. The bytes behind them in a prompt's last page
+are undefined, and may differ.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalPage:
-    """Where a page of a request lies in this worker's pool."""
+    """The location of a request's page in this worker's pool."""
 
     place: PagePlace
     page_id: int
     tokens: int
-    """Settled tokens: `page_size`, except on the prompt's last page."""
+    """The number of settled tokens: `page_size`, except on the prompt's last page."""
     in_host: bool = False
-    """It lies in the host's pool."""
+    """Whether it lies in the host's pool."""
 
 
 def locate(
@@ -61,10 +61,10 @@ def _locate(
 
 
 class PageHasher:
-    """Hashes pages on a thread of its own, in order. Its methods may be called from any thread.
+    """A thread that hashes pages, in order. Its methods may be called from any thread.
 
-    It reads pools without a fence: the caller has the pages locked, or ignores the
-    sums if the request ends before they come.
+    It reads pools without a fence. The caller has locked the pages, or ignores the sums if the
+    request ends before they come.
 
     Args:
         pools: the worker's.
@@ -82,7 +82,7 @@ class PageHasher:
         self._host_pools = host_pools
         self._on_failure = on_failure
         self.work = WorkInProgress()
-        """What it was told to hash, in tokens, and has not hashed."""
+        """The work that was submitted, in tokens, and is not hashed yet."""
         self._latest: Future[None] | None = None
         self._thread = ThreadPoolExecutor(
             1, "kv-verify", initializer=use_device, initargs=(pools[0].data.device,)
@@ -96,7 +96,7 @@ class PageHasher:
         self._latest = self._thread.submit(self._run, pages, on_end)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Finish what was submitted, and end the thread; give up what has not ended by then."""
+        """Finish the submitted work and end the thread; give up what is left after `seconds`."""
         self._thread.shutdown(wait=False)
         if self._latest is not None and not wait([self._latest], seconds).done:
             logger.error("the hashing of pages has not ended for %g s", seconds)
@@ -117,7 +117,7 @@ class PageHasher:
 
 
 def written_bytes(pool: KVPool, page_id: int, tokens: int) -> npt.NDArray[np.uint8]:
-    """The bytes of the first `tokens` of a page, layer by layer, whatever the page order."""
+    """Return the bytes of the first `tokens` of a page, layer by layer, whatever the page order."""
     first = pool.geometry.order is PageOrder.PAGE_FIRST
     page = pool.data[page_id] if first else pool.data[:, page_id]
     written = page[..., :tokens, :].contiguous().cpu()

@@ -1,4 +1,4 @@
-"""How a CUDA device's memory is allocated that is registered with NIXL."""
+"""The allocation of CUDA memory that is registered with NIXL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def outside_expandable_segments(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Let torch allocate in segments of a fixed size, also where its user wants expandable ones.
+    """Make torch allocate in segments of a fixed size, even if its user wants expandable ones.
 
     NIXL registers expandable segments and then moves them at a hundredth of the speed.
     """

@@ -1,6 +1,6 @@
-"""This worker's NIXL agents: the one that starts reads, and those that it has replaced.
+"""The NIXL agents of this worker: the one that starts reads, and those that it has replaced.
 
-Everything but the constructor happens on the transfer thread.
+Everything but the constructor runs on the transfer thread.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from kvrelay.kv_transfer.peer_description import PeerDescription
 logger = logging.getLogger(__name__)
 
 REPLACE_EVERY_S = 10.0
-"""At most so often: a new agent registers all memory, and connects to every peer anew."""
+"""The shortest time between two replacements: a new agent registers all memory and connects to
+every peer anew."""
 
 
 class Endpoints:
-    """Replaces NIXL's agent, which is what makes sure that no byte of a failed read arrives.
+    """The NIXL agents, replaced after failures, so that no byte of a failed read still arrives.
 
-    NIXL cannot call a read back, and its error does not prove that no byte comes any more. But
-    every byte that a READ brings is written on behalf of the local agent, so none comes when
-    that one is destroyed. A replaced agent is kept until none of its reads is running.
+    NIXL cannot cancel a read, and its error does not prove that no byte comes any more. But every
+    byte of a READ is written on behalf of the local agent. So none comes once that agent is
+    destroyed. A replaced agent is kept until none of its reads is running.
 
-    An agent that peers may read from is never replaced: they know its memory. So it starts no
-    read: a worker that does both has two agents.
+    An agent that peers may read from is never replaced, because they know its memory. So it starts
+    no read: a worker that both reads and is read has two agents.
 
     Args:
         name: of the first agent; those that replace it have numbers.
-        memory: what transfers read and write; of one device.
+        memory: the memory that transfers read and write; of one device.
         on_slow: a context for calls of NIXL that may take seconds.
-        for_peers: what peers alone read, in any memory: agents that they do not know need not
-            register it, which takes long where it is large.
+        for_peers: memory of any kind that only peers read. Agents that peers do not know need not
+            register it, which takes long if it is large.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class Endpoints:
         self._num_made = 1
         self._replaced_at = -REPLACE_EVERY_S
         self.current = NixlEndpoint(name, self._known_to_peers)
-        """Starts reads."""
+        """The agent that starts reads."""
         self.retired: list[NixlEndpoint] = []
-        """Replaced, and not destroyed yet."""
+        """The agents that were replaced and are not destroyed yet."""
         self._readable: NixlEndpoint | None = None
 
     @property
     def readable(self) -> NixlEndpoint:
-        """The agent that peers may know: from the first use on it is always the same one."""
+        """The agent that peers may know; from the first use on it is always the same one."""
         if self._readable is None:
             self._readable = self.current
         return self._readable
@@ -68,14 +69,14 @@ class Endpoints:
     def make_readable(self) -> None:
         """Make an agent that peers may know, if there is none.
 
-        Not the current one, though no peer is connected to it now: failed reads of before may wait
-        for its end.
+        The current one is not used, even if no peer is connected to it: earlier failed reads may
+        wait for its end.
         """
         if self._readable is None:
             self._readable = self._make(self._known_to_peers)
 
     def make_progress(self) -> None:
-        """Move the transfers of all agents on, those of peers with this worker included."""
+        """Make progress on the transfers of all agents, including reads by peers."""
         for endpoint in self._all():
             endpoint.make_progress()
 
@@ -86,13 +87,13 @@ class Endpoints:
         return own
 
     def register(self, memory: PoolLayout) -> bool:
-        """Let transfers of this worker write to more memory. Peers cannot read it.
+        """Register more memory that transfers of this worker may write to. Peers cannot read it.
 
-        An agent is connected to itself, too, and registers nothing any more once that connection
-        has broken: it is replaced.
+        An agent is also connected to itself. If that connection has broken, it registers nothing
+        any more, so it is replaced.
 
         Returns:
-            whether it is registered, and stays so. If not, its owner may free it.
+            Whether it is registered, and stays so. If not, its owner may free it.
         """
         self._memory.append(memory)
         try:
@@ -108,25 +109,25 @@ class Endpoints:
         return is_registered
 
     def disconnect(self, peer: str) -> None:
-        """Let all agents forget a peer."""
+        """Disconnect all agents from a peer."""
         with self._on_slow():
             for endpoint in self._all():
                 endpoint.disconnect(peer)
 
     def disconnect_current(self, peer: str) -> None:
-        """Let the agent that starts reads forget a peer. Raises NIXL's exceptions."""
+        """Disconnect the agent that starts reads from a peer. Raises NIXL's exceptions."""
         with self._on_slow():
             self.current.disconnect(peer)
 
     def connect(self, peer: PeerDescription) -> None:
-        """Let the agent that starts reads know a peer. Raises NIXL's exceptions."""
+        """Connect the agent that starts reads to a peer. Raises NIXL's exceptions."""
         if self.current is self._readable:
             self.current = self._make(self._memory)
         with self._on_slow():
             self.current.connect(peer)
 
     def destroy(self, endpoint: NixlEndpoint) -> bool:
-        """Whether an agent that has no running read is gone. May raise NIXL's exceptions."""
+        """Destroy an agent without running reads. Returns whether it is gone; may raise."""
         with self._on_slow():
             return endpoint.destroy()
 
@@ -134,7 +135,7 @@ class Endpoints:
         """Make a new agent for the reads that start from now on; it knows no peer yet.
 
         Returns:
-            whether it was made: not if the last one is young, or peers may know it.
+            Whether it was made. It is not if the last one is young, or peers may know it.
         """
         now = time.monotonic()
         if self.current is self._readable or now - self._replaced_at < REPLACE_EVERY_S:
@@ -153,7 +154,7 @@ class Endpoints:
         return True
 
     def _make(self, memory: Sequence[PoolLayout]) -> NixlEndpoint:
-        """Another agent of this worker. Raises NIXL's exceptions."""
+        """Make another agent of this worker. Raises NIXL's exceptions."""
         with self._on_slow():
             new = NixlEndpoint(f"{self._name}/{self._num_made}", memory)
         self._num_made += 1

@@ -1,8 +1,9 @@
 """A `PageStore` in the memory of many machines: Mooncake Store.
 
-A page is an object there, under the layout and its hash, with the header and the checksum that a
-page in a file has: what comes back is believed only if they say that it is the very page. Mooncake
-decides what it evicts, and says that pages exist whose memory is gone: that is a miss.
+A page is an object there, named by the layout and the page's hash. It has the same header and
+checksum as a page in a file. Returned bytes are only believed if these say that it is the very
+page. Mooncake decides what it evicts, and may say that a page exists whose memory is gone: that is
+a miss.
 """
 
 from __future__ import annotations
@@ -32,29 +33,29 @@ logger = logging.getLogger(__name__)
 SCHEME: Final = "mooncake"
 _NO_METADATA_SERVER: Final = "P2PHANDSHAKE"
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-"""For Mooncake's own use; pages are read and written where they are."""
+"""The size of Mooncake's own buffer; pages are read and written in place."""
 _MISSING: Final = -704
 _FULL: Final = -200
 _LEASE_SECONDS: Final = 1.0
-"""Between two tries to remove what somebody reads."""
+"""Seconds between two tries to remove an object that has readers."""
 _REMOVED_AT_ONCE: Final = 16
 _GUESSED_BYTES_PER_SECOND: Final = 1e9
 _MOST_REMEMBERED: Final = 1 << 20
-"""Pages of which this worker knows what continues them."""
+"""The most pages of which this worker remembers what continues them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeAddress:
-    """Where a Mooncake master is, and how bytes go: ``mooncake://HOST:PORT?protocol=rdma``."""
+    """A Mooncake master's address and transport: ``mooncake://HOST:PORT?protocol=rdma``."""
 
     master: str
     protocol: str = "tcp"
     device: str = ""
-    """Of RDMA; empty: Mooncake looks for one."""
+    """The RDMA device; empty: Mooncake looks for one."""
 
     @classmethod
     def parse(cls, url: str) -> MooncakeAddress:
-        """Read it. Raises ValueError, which says what is wrong."""
+        """Parse a URL. Raises a ValueError that says what is wrong."""
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
         if unknown := options.keys() - {"protocol", "device"}:
@@ -65,14 +66,14 @@ class MooncakeAddress:
 
 
 class MooncakeStore:
-    """Keeps pages in Mooncake Store.
+    """A store that keeps pages in Mooncake Store.
 
     Args:
         address: of the master.
-        host: where other machines reach this process.
+        host: the address at which other machines reach this process.
         layout: of a page.
         lent_bytes: memory of this process that it lends to the store.
-        memory: the host's pools. They stay where they are.
+        memory: the host's pools. They must stay in place.
 
     Raises:
         OSError: the master does not answer, or memory cannot be had.
@@ -92,7 +93,7 @@ class MooncakeStore:
         except ImportError as error:
             raise RuntimeError(f"Mooncake is not installed: {error}") from error
         self.buffers = PageBuffers(layout, memory)
-        """What is read from and written to."""
+        """The memory that is read from and written to."""
         self._prefix = layout.name
         self._store: Any = MooncakeDistributedStore()
         rest = (_LOCAL_BUFFER_BYTES, address.protocol, address.device, address.master)
@@ -106,16 +107,16 @@ class MooncakeStore:
         self._write_error = ""
         self._puts: list[_Put] = []
         self._following: dict[bytes, set[bytes]] = {}
-        """The keys of the pages that this worker has put, or found, behind each."""
+        """The keys of the pages that this worker has put, or found, behind each page."""
         self._forgotten: dict[bytes, None] = {}
         """Keys that are not found here, whatever Mooncake has under them; the oldest first."""
         self._to_remove: dict[str, float] = {}
-        """Names of objects to remove, and when to try again."""
+        """The names of objects to remove, and the time of the next try."""
 
     # PageStore
 
     def exists(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """See `PageStore`. A call of the master."""
+        """See `PageStore`. Calls the master."""
         self._remove_more()
         there = self._store.batch_is_exist(list(map(self.name, keys))) if keys else []
         found = [code == 1 for code in there]
@@ -148,13 +149,13 @@ class MooncakeStore:
             self._forgotten.pop(next(iter(self._forgotten)))
 
     def _remove(self, name: str) -> None:
-        """Remove an object: who reads it holds a lease for some seconds, so perhaps later."""
+        """Remove an object, perhaps later, because its readers hold a lease for some seconds."""
         if len(self._to_remove) < _MOST_REMEMBERED:
             self._to_remove[name] = 0.0
         self._remove_more()
 
     def _remove_more(self) -> None:
-        """Try again to remove what others have held, a few at a time."""
+        """Try again to remove objects that had readers, a few at a time."""
         now = time.monotonic()
         due = [name for name, at in islice(self._to_remove.items(), _REMOVED_AT_ONCE) if at <= now]
         for name in due:
@@ -170,7 +171,7 @@ class MooncakeStore:
             return False
 
     def may_put(self, page: StoragePage) -> bool:
-        """Whether what is under a page's name would be replaced: what is to be removed stays."""
+        """Whether a put stores this page; an old object must be removed from Mooncake first."""
         return self.name(page.key) not in self._to_remove
 
     def state(self) -> StoreState:
@@ -183,19 +184,19 @@ class MooncakeStore:
         self._store.close()
 
     def measure_bytes_per_second(self) -> float:
-        """A guess, until something was read: what this process has put last is its own memory."""
+        """Guess, until something was read: a page put by this process lies in its own memory."""
         return _GUESSED_BYTES_PER_SECOND
 
     # For operations
 
     def name(self, key: bytes) -> str:
-        """What Mooncake knows a page by."""
+        """Name a page as Mooncake knows it."""
         return f"{self._prefix}/{key.hex()}"
 
     def start(
         self, is_write: bool, pages: Sequence[StoragePage], blocks: Sequence[int]
     ) -> Future[list[int]]:
-        """Have Mooncake move pages; each code is negative if a page was not moved."""
+        """Start to move pages by Mooncake. A page with a negative code was not moved."""
         parts = [
             self.buffers.parts(block, page.slot) for page, block in zip(pages, blocks, strict=True)
         ]
@@ -209,26 +210,26 @@ class MooncakeStore:
         return self._threads.submit(move, names, addresses, sizes)
 
     def drop_broken(self, page: StoragePage) -> None:
-        """What lies under a page's name is not that page."""
+        """Remove an object that is not the page that its name says."""
         self._broken += 1
         logger.warning("a page in Mooncake is broken, and is removed")
         self._remove(self.name(page.key))
 
     def note_put(self, pages: Iterable[StoragePage]) -> None:
-        """These pages are there now."""
+        """Note that these pages are there now."""
         for page in pages:
             self._note_following([(page.before, page.key)])
             self._forgotten.pop(page.key, None)
 
     def _note_following(self, neighbours: Iterable[tuple[bytes, bytes]]) -> None:
-        """Each second page continues the first one."""
+        """Note that each second page continues the first one."""
         if len(self._following) > _MOST_REMEMBERED:
             self._following.clear()
         for before, key in neighbours:
             self._following.setdefault(before, set()).add(key)
 
     def note_codes(self, codes: Iterable[int]) -> None:
-        """How writes have ended: errors other than too little room are told."""
+        """Note how writes have ended. Errors other than too little room are reported."""
         failed = {code for code in codes if code < 0} - {_FULL}
         error = f"Mooncake answers {', '.join(map(str, sorted(failed)))}" if failed else ""
         if error and not self._write_error:
@@ -236,12 +237,12 @@ class MooncakeStore:
         self._write_error = error
 
     def remove(self, pages: Iterable[StoragePage]) -> None:
-        """Remove what was forgotten while it was written."""
+        """Remove pages that were forgotten while they were written."""
         self.forget([page.key for page in pages])
 
 
 class _Get:
-    """Pages that come from Mooncake."""
+    """An operation that reads pages from Mooncake."""
 
     def __init__(
         self, store: MooncakeStore, pages: Sequence[StoragePage], asked: Sequence[StoragePage]
@@ -270,7 +271,7 @@ class _Get:
 
 
 class _Put:
-    """Pages that go to Mooncake."""
+    """An operation that writes pages to Mooncake."""
 
     def __init__(self, store: MooncakeStore, asked: Sequence[StoragePage]) -> None:
         self._store = store
@@ -279,7 +280,7 @@ class _Put:
         self._blocks = store.buffers.take(len(pages))
         self.ended = False
         self.cleared: set[bytes] = set()
-        """Keys of pages that are not to be kept after all."""
+        """The keys of pages that must not be kept after all."""
         for page, block in zip(pages, self._blocks, strict=True):
             store.buffers.write_header(block, page)
         self._moved = store.start(True, pages, self._blocks) if pages else None
@@ -301,7 +302,7 @@ class _Put:
 
 
 def _codes(moved: Future[list[int]] | None, number: int) -> list[int]:
-    """What Mooncake says of each page; of all that it has failed if it raised."""
+    """Get Mooncake's code for each page; all have failed if it raised."""
     if moved is None:
         return []
     error = moved.exception()

@@ -1,8 +1,8 @@
-"""The only code that calls NIXL: what it is given to read and write, and its transfers.
+"""The only code that calls NIXL: memory to read and write, and transfers.
 
 All calls but the constructor's come from one thread, that of the `TransferAgent`. NIXL has no
-progress thread of its own here, because that one spins a core even when idle (its delay is
-fixed at 0 in the Python package).
+progress thread of its own here, because it would spin a core even when idle. (Its delay is fixed at
+0 in the Python package.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvrelay.kv_transfer.ucx_settings import set_unset
 from kvrelay.mem_cache.geometry import Int64Array
 
 Operation = Literal["READ", "WRITE"]
-"""What NIXL is to do with the peer's memory."""
+"""The direction of a transfer, from or to the peer's memory."""
 
 
 class NixlTransfer:
@@ -41,33 +41,33 @@ class NixlTransfer:
         return self._handle is None
 
     def start(self) -> str:
-        """Start it; returns its state, see `check`."""
+        """Start it. Returns its state, see `check`."""
         state: str = self._agent.transfer(self._handle)
         return state
 
     def check(self) -> str:
-        """Its state: ``PROC`` while it runs, ``DONE``, or an error's name. May raise NIXL's."""
+        """Get its state: ``PROC`` while it runs, ``DONE``, or an error's name. May raise."""
         state: str = self._agent.check_xfer_state(self._handle)
         return state
 
     def query_backend(self) -> str:
-        """The backend that NIXL has chosen for it, e.g. ``UCX``."""
+        """Get the backend that NIXL has chosen for it, e.g. ``UCX``."""
         backend: str = self._agent.query_xfer_backend(self._handle)
         return backend
 
     def release(self) -> None:
-        """Let NIXL forget it. A second call does nothing."""
+        """Release it in NIXL. A second call does nothing."""
         if self._handle is not None:
             self._agent.release_xfer_handle(self._handle)
             self._handle = self._agent = None
 
 
 class NixlEndpoint:
-    """A NIXL agent of this worker. What is registered stays so until the agent is destroyed.
+    """A NIXL agent of this worker. Registered memory stays registered until the agent is destroyed.
 
     Args:
         name: of the agent; unique, so that a restarted worker is another agent.
-        memory: what peers may read, and transfers write; of one device, and of the host.
+        memory: the memory that peers may read and transfers write; of one device, and of the host.
     """
 
     def __init__(self, name: str, memory: Sequence[PoolLayout]) -> None:
@@ -87,15 +87,15 @@ class NixlEndpoint:
             for memory_type, of_type in regions.items()
         ]
         self.metadata = bytes(self._agent.get_agent_metadata())
-        """What peers give to `connect`."""
+        """The bytes that peers pass to `connect`."""
 
     def register(self, memory: PoolLayout) -> None:
-        """Let transfers of this worker write to more memory. Peers cannot read it."""
+        """Register more memory that transfers of this worker may write to. Peers cannot read it."""
         registration = self._agent.register_memory([_region(memory)], memory.memory_type)
         self._registrations.append(registration)
 
     def make_progress(self) -> None:
-        """Move transfers on, those of peers with this worker included."""
+        """Make progress on transfers, including reads by peers."""
         if self._agent is not None:
             self._agent.get_new_notifs()
 
@@ -113,9 +113,9 @@ class NixlEndpoint:
         self._connected[peer.incarnation] = self._agent.add_remote_agent(peer.metadata)
 
     def disconnect(self, name: str) -> None:
-        """Forget a peer's memory, if it is known. Connections stay until the agent is destroyed.
+        """Remove a peer's memory, if it is known. Connections stay until the agent is destroyed.
 
-        Raises NIXL's exceptions, and `RuntimeError` if `destroy` was called in vain.
+        Raises NIXL's exceptions, and `RuntimeError` if an earlier `destroy` has failed.
         """
         if name in self._connected:
             if self._agent is None:
@@ -126,11 +126,11 @@ class NixlEndpoint:
     def destroy(self) -> bool:
         """Destroy the agent, whose transfers are all released. No peer may know its memory.
 
-        A peer's read of memory that is not registered any more can kill this process.
+        A peer's read of memory that is no longer registered can kill this process.
 
         Returns:
-            whether it is gone: no byte of its transfers arrives any more. If not, something
-            else still refers to it; call it again later.
+            Whether it is gone: no byte of its transfers arrives any more. If not, something else
+            still refers to it; call it again later.
         """
         if self._dying is None:
             self._dying = weakref.ref(self._agent.agent)

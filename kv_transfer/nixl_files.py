@@ -1,4 +1,4 @@
-"""Bytes between memory and files by NIXL's POSIX backend: a `FileIO`."""
+"""A `FileIO` that moves bytes between memory and files by NIXL's POSIX backend."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _BACKEND = "POSIX"
 class NixlFileTransfer:
     """A `FileTransfer` in NIXL's hands.
 
-    NIXL says neither which bytes have not moved nor why. Once it has said that they have not, no
-    byte moves any more (that is so with its asynchronous I/O of Linux, which it takes by itself).
+    If it fails, NIXL says neither which bytes have not moved nor why. After that no byte moves any
+    more. (This holds for Linux's asynchronous I/O, which NIXL uses by default.)
     """
 
     def __init__(self, agent: Any, make_handle: Callable[[], Any]) -> None:
@@ -34,7 +34,7 @@ class NixlFileTransfer:
         return str(self._agent.transfer(self._handle))
 
     def poll(self) -> bool | None:
-        """See `FileTransfer`. Only what has ended is released: bytes would still arrive."""
+        """See `FileTransfer`. A transfer is released after its end: bytes would still arrive."""
         if self._state == "PROC":
             self._state = self._call(self._agent.check_xfer_state)
         if self._state == "PROC":
@@ -52,7 +52,7 @@ class NixlFileTransfer:
 
 
 class NixlFiles:
-    """A `FileIO`. It has an agent of its own, which no peer knows and which never listens.
+    """A `FileIO` with an agent of its own, which no peer knows and which never listens.
 
     Raises:
         RuntimeError: NIXL is not here, or has no POSIX backend.

@@ -1,10 +1,12 @@
-"""How a process loads NIXL: everybody who needs it asks here.
+"""The loading of NIXL in a process, by one function for all users.
 
-UCX's module for EFA needs the system's libefa, which NIXL's wheels do not bring, and that needs the
-system's libnl-route, of which the wheels do bring a copy. If the module is what loads the system's,
-that one's initialisers call the copy's functions. The copy refuses to register what it has under
-the same names already, and when the process ends, unregisters what it never registered: SIGSEGV,
-after everything is done. A library that was loaded before calls its own functions.
+UCX's module for EFA needs the system's libefa, which NIXL's wheels do not bring. That needs the
+system's libnl-route, of which the wheels do bring a copy. If the module loads the system's
+libnl-route, that library's initialisers call the copy's functions.
+
+The copy refuses to register names that it already has. When the process ends, it unregisters what
+it never registered: SIGSEGV, after all work is done. A system library that was loaded earlier calls
+its own functions.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _SYSTEM_LIBRARY = "libnl-route-3.so.200"
 
 
 def load_nixl() -> ModuleType:
-    """`nixl._api`. Loads the system's libnl-route before, where there is one.
+    """Load `nixl._api`. Loads the system's libnl-route first, if there is one.
 
     Raises:
         ImportError: NIXL is not installed, or cannot be loaded.

@@ -29,28 +29,27 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class PeerDescription:
-    """All that a puller needs in order to read a worker's pools.
+    """The description of a worker's pools that a puller needs in order to read them.
 
-    The metadata are NIXL's opaque bytes. They are untrusted: a flipped byte in
-    them can crash the process that loads them, so a digest travels with them
-    and is checked first.
+    The metadata are NIXL's opaque bytes. They are untrusted: a flipped byte in them can crash the
+    process that loads them. So a digest travels with them and is checked first.
     """
 
     incarnation: str
     metadata: bytes
     metadata_sha256: bytes
     layouts: tuple[PoolLayout, ...]
-    """One for each pool."""
+    """The layout of each pool."""
     scratch: PoolLayout
     """The pages to probe the transport with."""
     model: ModelDigest
-    """What computes the pages' KV."""
+    """The digest of the model that computes the pages' KV."""
     host_layouts: tuple[PoolLayout, ...] = ()
-    """One for each pool, if there is a host tier that may be read."""
+    """The layout of each pool's host pool, if there is a host tier that may be read."""
 
     @classmethod
     def read(cls, plain: AgentDescription) -> PeerDescription:
-        """A peer's description of itself, unchecked but for its form.
+        """Read a peer's description of itself; only its form is checked.
 
         Raises:
             PeerRefusedError: a value is out of range.
@@ -72,7 +71,7 @@ class PeerDescription:
         )
 
     def plain(self) -> AgentDescription:
-        """The description in plain types, as it crosses processes."""
+        """Convert to plain types, for other processes."""
         return AgentDescription(
             incarnation=self.incarnation,
             agent_metadata=self.metadata,
@@ -90,8 +89,8 @@ class PeerDescription:
 
         Args:
             incarnation: the worker that was asked for the description.
-            own: the pools that its pages are to be read into.
-            model: what computes with them then.
+            own: the pools that its pages will be read into.
+            model: the model that will compute with them.
 
         Raises:
             PeerRefusedError: it is another worker's, its bytes were changed, its model is another,

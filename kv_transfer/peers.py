@@ -1,6 +1,6 @@
-"""The workers that this one reads from: connecting to them, and proving that no byte still comes.
+"""The workers that this one reads from: connections, and the proof that no byte still comes.
 
-Everything here happens on the transfer thread.
+Everything here runs on the transfer thread.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvrelay.kv_transfer.transfers import MOST_DEAD
 logger = logging.getLogger(__name__)
 
 ENDS_BY_ITSELF_S = 5.0
-"""A dead peer's running reads are given up after that: NIXL has failed them long before, if it
-was told of the end. It is not where the peer's host is frozen, or cut off."""
+"""Seconds after which a dead peer's running reads are given up. NIXL has usually failed them long
+before. It has not if the peer's host is frozen, or cut off."""
 
 
 class Peers:
-    """Connects NIXL to peers, and disconnects it from those that are broken or dead.
+    """The connections of NIXL to peers; broken and dead peers are disconnected.
 
     Args:
-        endpoints: NIXL.
+        endpoints: the NIXL agents.
         reads: those from these peers.
     """
 
@@ -35,18 +35,20 @@ class Peers:
         self._endpoints = endpoints
         self._reads = reads
         self._known: dict[str, PeerDescription] = {}
-        """By incarnation."""
+        """The descriptions of peers, by incarnation."""
         self._dead: deque[str] = deque(maxlen=MOST_DEAD)
-        """Incarnations that are not connected again, by a handshake that comes too late."""
+        """Incarnations of dead peers, to which a late handshake must not connect again."""
         self._awaited_deaths: dict[str, float] = {}
-        """Dead peers of which NIXL may still have reads, or connections to them, and since when."""
+        """Dead peers to which NIXL may still have reads or connections, and since when they are
+        dead."""
         self._tries = SecondTries()
-        """To let go of dead peers and of replaced agents."""
+        """The tries to release dead peers and replaced agents."""
         self._needs_new_agent = False
-        """Reads have failed, of a peer that is dead or answers again: the agent has to go."""
+        """Whether the agent must be replaced: reads of a peer that is dead, or answers again, have
+        failed."""
 
     def find(self, incarnation: str) -> PeerDescription | None:
-        """A peer's description; `None` if NIXL is not connected to it."""
+        """Find a peer's description; `None` if it is unknown or NIXL cannot connect to it."""
         peer = self._known.get(incarnation)
         if peer is None or not self._connect(peer):
             return None
@@ -55,7 +57,7 @@ class Peers:
     def add(self, peer: PeerDescription) -> None:
         """Connect to a peer; anew, if it is connected and reads from it have failed.
 
-        A failure is logged: reads from the peer will then fail, naming it.
+        A failure is logged. Reads from the peer will then fail with its name.
         """
         if peer.incarnation in self._dead:
             return
@@ -73,7 +75,7 @@ class Peers:
             self.add(peer)
 
     def confirm_death(self, incarnation: str) -> None:
-        """Start no read from a peer any more, and close the connections that failed reads used."""
+        """Start no more reads from a peer, and close the connections that failed reads used."""
         self._dead.append(incarnation)
         self._known.pop(incarnation, None)
         self._awaited_deaths.setdefault(incarnation, time.monotonic())
@@ -84,7 +86,7 @@ class Peers:
         return not (self._awaited_deaths or self._needs_new_agent or self._endpoints.retired)
 
     def settle(self) -> None:
-        """Let the fences pass of failed reads that no byte can come from any more."""
+        """Let fences of failed reads pass once no byte of them can come any more."""
         self._settle_deaths()
         if self._needs_new_agent:
             self._replace_agent()
@@ -95,8 +97,8 @@ class Peers:
     def _settle_deaths(self) -> None:
         """Forget dead peers, once no byte of a failed read can arrive.
 
-        To forget a peer closes no socket, and bytes still arrive afterwards (NIXL 1.5.1, by TCP).
-        So where reads from it have failed, the agents that ran them have to go.
+        Removing a peer closes no socket, and bytes still arrive afterwards (NIXL 1.5.1, by TCP). So
+        if reads from it have failed, the agents that ran them are destroyed.
         """
         for incarnation, since in list(self._awaited_deaths.items()):
             if self._reads.is_running(incarnation):
@@ -110,12 +112,12 @@ class Peers:
                 del self._awaited_deaths[incarnation]
 
     def _forget(self, incarnation: str) -> bool:
-        """Remove a peer of which no read is left. May raise NIXL's exceptions."""
+        """Disconnect from a peer that has no read left. May raise NIXL's exceptions."""
         self._endpoints.disconnect(incarnation)
         return True
 
     def _connect(self, peer: PeerDescription) -> bool:
-        """Let the current agent know a peer; returns whether it does."""
+        """Connect the current agent to a peer. Returns whether it is connected."""
         if not self._endpoints.current.knows(peer.incarnation):
             try:
                 self._endpoints.connect(peer)
@@ -125,7 +127,7 @@ class Peers:
         return True
 
     def _replace_agent(self) -> bool:
-        """Replace the agent, if that may be; its failed reads end with it."""
+        """Replace the agent, if that is allowed; its failed reads end with it."""
         if not self._endpoints.replace():
             return False
         self._needs_new_agent = False
@@ -134,8 +136,8 @@ class Peers:
     def _disconnect_idle(self) -> None:
         """Disconnect the agent from all peers that it reads nothing from; they connect when used.
 
-        What broke one connection has often broken others, which shows only when they are used.
-        Failed reads stay fenced: their bytes may still arrive.
+        The cause that broke one connection has often broken others, which shows only when they are
+        used. Failed reads stay fenced: their bytes may still arrive.
         """
         endpoint = self._endpoints.current
         for incarnation in endpoint.connected:
@@ -154,6 +156,6 @@ class Peers:
             self._reads.settle_on(endpoint)
 
     def _destroy(self, endpoint: NixlEndpoint) -> bool:
-        """Whether an agent that has no running read is gone. May raise NIXL's exceptions."""
+        """Destroy an agent without running reads. Returns whether it is gone; may raise."""
         self._reads.release_on(endpoint)
         return self._endpoints.destroy(endpoint)

@@ -20,11 +20,11 @@ class LandingArea:
 
     pages: KVPool
     refused: threading.Event
-    """NIXL has not taken the pages: nothing can be read into them."""
+    """Set if NIXL has refused the pages: nothing can be read into them."""
     moves: list[Pull] = field(default_factory=list)
-    """Those after which bytes may still arrive, here or at the peer."""
+    """The moves after which bytes may still arrive, here or at the peer."""
     is_lent: bool = False
-    """A measurement uses it."""
+    """Whether a measurement uses it."""
 
     def add(self, move: Pull) -> None:
         """Note a move that begins now."""
@@ -41,26 +41,26 @@ class LandingArea:
 
 
 class LandingAreas:
-    """Lends each peer's measurement an area. Lives on one thread.
+    """The areas lent to measurements, one for each peer. Used on one thread.
 
-    An area stays its peer's while bytes may arrive in it: late bytes of one peer are never
-    taken for another's, and no peer that hangs keeps others from being measured. There are as
-    many areas as peers were ever measured at once, and peers with such moves besides.
+    An area stays with its peer while bytes may arrive in it. So late bytes of one peer are never
+    taken for another's, and a peer that hangs does not block others. There are as many areas as
+    peers that were ever measured at once, and one more for each peer with unended moves.
 
     Args:
-        make: allocates the pages of one more area, which are known to NIXL from then on. It
-            is given what is to be called, on any thread, if NIXL does not take them.
+        make: allocates the pages of one more area, and registers them with NIXL. Its argument is
+            called, on any thread, if NIXL refuses them.
     """
 
     def __init__(self, make: Callable[[Callable[[], None]], KVPool]) -> None:
         self._make = make
         self._of_peer: dict[str, LandingArea] = {}
-        """Lent, or kept because bytes may still arrive."""
+        """The area of each peer that is lent, or kept because bytes may still arrive."""
         self._free: list[LandingArea] = []
 
     @contextmanager
     def lend(self, peer: str) -> Iterator[LandingArea]:
-        """An area for one measurement of a peer: the one that bytes of earlier ones may come to.
+        """Lend an area for one measurement of a peer; the same while earlier bytes may arrive.
 
         Raises:
             TransferError: an earlier measurement of this peer has not ended yet.
@@ -82,7 +82,7 @@ class LandingAreas:
         return LandingArea(self._make(refused.set), refused)
 
     def _reclaim(self) -> None:
-        """Take back the areas that no byte can arrive in any more; forget those of no use."""
+        """Take back areas in which no byte can arrive any more; drop areas that NIXL refused."""
         for peer, area in list(self._of_peer.items()):
             area.drop_passed()
             if not area.is_lent and not area.moves:

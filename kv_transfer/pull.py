@@ -11,20 +11,20 @@ from kvrelay.mem_cache.fence import FenceKind
 from kvrelay.mem_cache.geometry import Int64Array
 
 TIMEOUTS_A_READ: Final = 4
-"""A read may take so many times as long as a peer may be silent."""
+"""The longest time of a read, as a multiple of the time that a peer may be silent."""
 
 
 class PullState(Enum):
-    """Where a pull is in its life."""
+    """The state of a pull."""
 
     QUEUED = auto()
-    """Ordered; no byte has moved."""
+    """The pull is ordered; no byte has moved."""
     RUNNING = auto()
     """Bytes arrive at any time."""
     DONE = auto()
     """Every byte has arrived."""
     FAILED = auto()
-    """It will not complete. `Pull.passed` tells whether bytes may still arrive."""
+    """The pull will not complete. `Pull.passed` tells whether bytes may still arrive."""
 
 
 TRANSITIONS: Final = {
@@ -33,68 +33,68 @@ TRANSITIONS: Final = {
     PullState.DONE: set[PullState](),
     PullState.FAILED: set[PullState](),
 }
-"""Every step that a pull can take: `start` runs it, `refuse` fails one that never ran, and
-`finish` or `fail` end it. Only the transfer thread takes them."""
+"""Every step that a pull can take. `start` runs it, `refuse` fails one that never ran, and `finish`
+or `fail` end it. Only the transfer thread takes them."""
 
 
 @dataclass(eq=False, slots=True)
 class Pull:
     """One READ of `remote_pages` of a peer into `local_pages` of this worker's pools.
 
-    Or a probe: of scratch pages in place of the pools, in one direction or the other, or from the
-    peer's host pool into scratch pages.
+    It can also be a probe. A probe moves scratch pages in one direction or the other, or reads from
+    the peer's host pool into scratch pages.
 
-    It is its own fence: the local pages may be used again once `passed`, that
-    is when it ended well, never started, or the NIXL agent that ran it is destroyed.
-    An error alone proves nothing: other pieces of the same read may still be arriving.
-    Nor does the peer's death: what it had written is sent by its kernel.
+    It is its own fence: the local pages may be used again once it has `passed`. It passes when it
+    ended well, never started, or the NIXL agent that ran it is destroyed. An error alone proves
+    nothing: other pieces of the same read may still be arriving. Nor does the peer's death: its
+    kernel still sends what it had written.
     """
 
     peer: str
-    """Incarnation of the worker that is read from."""
+    """The incarnation of the worker that is read from."""
     local_pages: tuple[Int64Array, ...]
-    """Page ids, for each pool."""
+    """Page ids, an array for each pool."""
     remote_pages: tuple[Int64Array, ...]
-    """Page ids, for each pool as many as of `local_pages`."""
+    """Page ids, an array for each pool of the same length as in `local_pages`."""
     state: PullState = PullState.QUEUED
     from_host: bool = False
-    """The peer's pages lie in its host pools."""
+    """Whether the peer's pages lie in its host pools."""
     error: str = ""
-    """Why it failed."""
+    """The reason why it failed."""
     nbytes: int = 0
     began: float = 0.0
-    """When the transfer thread took it up, on the clock of `time.monotonic`."""
+    """The moment when the transfer thread took it up, on the clock of `time.monotonic`."""
     seconds: float = 0.0
-    """From its start to its end."""
+    """The seconds from its start to its end."""
     backend: str = ""
-    """The one that NIXL has chosen; only known of probes."""
+    """The backend that NIXL has chosen; only known for probes."""
     _settled: threading.Event = field(default_factory=threading.Event)
 
     @property
     def num_pages(self) -> int:
-        """Pages that it reads, of all pools together."""
+        """The number of pages that it reads, of all pools together."""
         return sum(map(len, self.local_pages))
 
     def start(self, nbytes: int) -> None:
-        """NIXL has it: bytes arrive from now on."""
+        """Note that NIXL has it: bytes arrive from now on."""
         self._move_to(PullState.RUNNING)
         self.nbytes = nbytes
 
     def refuse(self, error: str) -> None:
-        """It was never given to NIXL, so no byte can arrive."""
+        """Note that it was never given to NIXL, so no byte can arrive."""
         assert self.state is PullState.QUEUED
         self._move_to(PullState.FAILED)
         self.error = error
         self.settle()
 
     def finish(self, seconds: float) -> None:
-        """Every byte has arrived."""
+        """Note that every byte has arrived."""
         self._move_to(PullState.DONE)
         self.seconds = seconds
         self.settle()
 
     def fail(self, error: str, seconds: float) -> None:
-        """NIXL has reported an error. Bytes may still arrive, until `settle`."""
+        """Note that NIXL has reported an error. Bytes may still arrive, until `settle`."""
         self._move_to(PullState.FAILED)
         self.error, self.seconds = error, seconds
 

@@ -1,6 +1,6 @@
-"""Reads of peers' bytes (and probes' writes): from their start until no byte can arrive any more.
+"""The reads of peers' bytes (and probes' writes), from their start until no byte can arrive.
 
-Everything here happens on the transfer thread.
+Everything here runs on the transfer thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Read:
 
     pull: Pull
     endpoint: NixlEndpoint
-    """Runs it."""
+    """The agent that runs it."""
     transfer: NixlTransfer
     started_at: float
     on_end: Callable[[Pull], None]
@@ -39,11 +39,11 @@ class _Read:
 class ReadsFromPeers:
     """All reads whose bytes may still arrive: the running ones, and those that have failed.
 
-    A read leaves when it has ended well, or when the NIXL agent that ran it is destroyed. That the
-    peer has died is not enough: its kernel still sends what the peer had written.
+    A read leaves when it has ended well, or when the NIXL agent that ran it is destroyed. The
+    peer's death is not enough: its kernel still sends what the peer had written.
 
     Args:
-        endpoints: NIXL.
+        endpoints: the NIXL agents.
         pools: this worker's, which pulls write to.
     """
 
@@ -51,11 +51,11 @@ class ReadsFromPeers:
         self._endpoints = endpoints
         self._pools = pools
         self._reads: list[_Read] = []
-        """In the order in which they were started."""
+        """The reads, in the order in which they were started."""
         self._on_fences_passed: Callable[[], None] | None = None
 
     def watch_fences(self, on_passed: Callable[[], None]) -> None:
-        """Have `on_passed` called whenever fences of failed reads have passed."""
+        """Call `on_passed` whenever fences of failed reads have passed."""
         self._on_fences_passed = on_passed
 
     def start_pull(
@@ -74,7 +74,7 @@ class ReadsFromPeers:
     ) -> None:
         """Copy a peer's scratch pages to pages of `local`, or the other way round.
 
-        Or pages of its host, if the pull is `from_host`.
+        If the pull is `from_host`, pages of the peer's host are read instead.
         """
         self._start(pull, on_end, lambda: self._prepare_probe(pull, peer, operation, local))
 
@@ -84,7 +84,7 @@ class ReadsFromPeers:
             self._update(read, read.transfer.check)
 
     def seconds_since_start(self) -> float | None:
-        """The age of the youngest running read; `None` if none is running."""
+        """Compute the age of the youngest running read. Returns `None` if none is running."""
         running = self._running()
         return running[-1].seconds if running else None
 
@@ -111,23 +111,23 @@ class ReadsFromPeers:
         return any(endpoint in (None, read.endpoint) for read in self._failed(peer))
 
     def give_up(self, peer: str) -> None:
-        """Call a peer's running reads failed: it is dead, and NIXL has not noticed."""
+        """Fail a dead peer's running reads, because NIXL has not noticed the death."""
         for read in self._running():
             if read.pull.peer == peer:
                 self._fail(read, "the peer's death is confirmed")
 
     def release_failed(self, peer: str) -> None:
-        """Let NIXL forget a peer's failed reads. Their bytes may still arrive."""
+        """Release a peer's failed reads in NIXL. Their bytes may still arrive."""
         for read in self._failed(peer):
             read.transfer.release()
 
     def release_on(self, endpoint: NixlEndpoint) -> None:
-        """Let NIXL forget the failed reads of an agent."""
+        """Release the failed reads of an agent in NIXL."""
         for read in self._failed_on(endpoint):
             read.transfer.release()
 
     def settle_on(self, endpoint: NixlEndpoint) -> None:
-        """The agent is destroyed: let the fences of its reads pass."""
+        """Let the fences of an agent's reads pass, because it is destroyed."""
         reads = self._failed_on(endpoint)
         for read in reads:
             self._reads.remove(read)
@@ -166,7 +166,7 @@ class ReadsFromPeers:
         self._update(read, transfer.start)
 
     def _prepare_pull(self, pull: Pull, peer: PeerDescription | None) -> tuple[NixlTransfer, int]:
-        """The transfer, and its bytes."""
+        """Prepare the transfer. Returns it and its bytes."""
         known = _known(peer, pull)
         layouts = known.host_layouts if pull.from_host else known.layouts
         pools = zip(self._pools, pull.local_pages, layouts, pull.remote_pages, strict=True)
@@ -210,7 +210,7 @@ class ReadsFromPeers:
         read.on_end(read.pull)
 
     def _fail(self, read: _Read, error: str) -> None:
-        """Report a failure; the pull's pages stay fenced: bytes may still arrive."""
+        """Report a failure; the pull's pages stay fenced, because bytes may still arrive."""
         read.pull.fail(error, read.seconds)
         logger.warning(
             "a transfer of %d pages with %s failed after %.1f s (%s); "

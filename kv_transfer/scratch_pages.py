@@ -1,7 +1,7 @@
 """Scratch pages, which belong to no request: peers probe the transport with them.
 
-The first half of a worker's scratch pages is constant, and is read by peers. The second half is
-written to by peers. What this worker reads arrives in landing areas (`landing.py`).
+The first half of a worker's scratch pages is constant, and read by peers. The second half is
+written by peers. The bytes that this worker reads arrive in landing areas (`landing.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvrelay.mem_cache.geometry import Int64Array, KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 
 SCRATCH_BYTES = 16 << 20
-"""Size of all scratch pages together, if these are not fewer than 4 pages."""
+"""The size of all scratch pages together, unless that is fewer than 4 pages."""
 MOST_PAGES = 1024
 PROBED_AT_ONCE = 8
-"""Peers for which there is memory where it is measured what there is: each has a landing area."""
+"""The number of peers whose landing areas are reserved when the memory for KV is measured."""
 
 
 def make_scratch(pool: KVPool, incarnation: str) -> KVPool:
-    """Make scratch pages of the geometry of `pool`, on its device.
+    """Make scratch pages with the geometry of `pool`, on its device.
 
-    Each constant page and layer has bytes of its own. They depend on the incarnation, too, so
-    that late bytes of one peer are not taken for another's.
+    Each constant page and layer has bytes of its own. They also depend on the incarnation, so that
+    late bytes of one peer are not taken for another's.
     """
     half = _half(pool.geometry)
     with outside_expandable_segments():
@@ -42,19 +42,19 @@ def make_scratch(pool: KVPool, incarnation: str) -> KVPool:
 
 
 def probe_bytes(geometry: KVGeometry) -> int:
-    """Memory that probes take where pages of `geometry` are, if `PROBED_AT_ONCE` peers are read."""
+    """Compute the bytes that probes of `PROBED_AT_ONCE` peers need beside pages of `geometry`."""
     return (2 + PROBED_AT_ONCE) * _half(geometry) * geometry.page_bytes
 
 
 def constant_pages(scratch: KVPool) -> Int64Array:
-    """The ids of the pages that peers read."""
+    """Get the ids of the pages that peers read."""
     return np.arange(scratch.total_pages // 2)
 
 
 def landing_pages(scratch: KVPool) -> Int64Array:
-    """The ids of the pages that peers write to.
+    """Get the ids of the pages that peers write to.
 
-    In descending order, so that no two pages are neighbours on both sides of a probe.
+    They are in descending order, so that no two pages are adjacent on both sides of a probe.
     """
     return np.arange(scratch.total_pages // 2, scratch.total_pages)[::-1]
 
@@ -81,7 +81,7 @@ def holds_scratch_of(landing: KVPool, pull: Pull) -> bool:
 
 
 def _half(geometry: KVGeometry) -> int:
-    """Pages that are constant, as many that are written, and those of a landing area."""
+    """Compute the number of constant pages, of written pages and of landing pages."""
     return min(max(SCRATCH_BYTES // geometry.page_bytes, 4), MOST_PAGES) // 2
 
 
@@ -94,11 +94,11 @@ def _is_page(landing: KVPool, page: int, peer: str, source: int) -> bool:
 
 
 def _synchronize(pool: KVPool) -> None:
-    """Wait until a GPU has written: NIXL does not wait for its streams."""
+    """Wait until a GPU has written, because NIXL does not wait for its streams."""
     if pool.data.device.type == "cuda":
         torch.cuda.synchronize(pool.data.device)
 
 
 def scratch_byte(incarnation: str, page: int, layer: int) -> int:
-    """The byte that a worker's constant page holds throughout one layer; never zero."""
+    """Compute the byte that fills one layer of a worker's constant page; never zero."""
     return 1 + zlib.crc32(f"{incarnation}/{page}/{layer}".encode()) % 255

@@ -1,4 +1,4 @@
-"""Tries again, now and then, what NIXL has failed to let go of."""
+"""Repeated tries, now and then, to release what NIXL has failed to release."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeVar
 logger = logging.getLogger(__name__)
 
 TRY_AGAIN_S = 1.0
-"""A transfer thread's passes are much shorter."""
+"""Seconds between two tries; a transfer thread's passes are much shorter."""
 
 SubjectT = TypeVar("SubjectT", bound=Hashable)
 
 
 class SecondTries:
-    """Paces the tries of what may fail, for each of their subjects. Lives on one thread."""
+    """The pace of tries that may fail, for each of their subjects. Used on one thread."""
 
     def __init__(self) -> None:
         self._failed_at: dict[Hashable, float] = {}
@@ -25,12 +25,12 @@ class SecondTries:
         """Call `action` with `subject`, unless it has failed within the last `TRY_AGAIN_S`.
 
         Args:
-            subject: what the action is about.
-            complaint: is logged when the action fails for the first time.
-            action: it has failed if it returns `False` or raises.
+            subject: the object of the action.
+            complaint: logged when the action fails for the first time.
+            action: has failed if it returns `False` or raises.
 
         Returns:
-            whether it was called and has not failed.
+            Whether it was called and has not failed.
         """
         failed_at = self._failed_at.get(subject)
         if failed_at is not None and time.monotonic() - failed_at < TRY_AGAIN_S:

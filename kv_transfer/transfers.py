@@ -1,4 +1,4 @@
-"""What a scheduler asks of KV transfers. `TransferAgent` does it, and so do tests' simulations."""
+"""The interface to KV transfers, implemented by `TransferAgent` and tests' simulations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kvrelay.wire.agent_description import AgentDescription
 from kvrelay.wire.hand_over import PageSum
 
 MOST_DEAD: Final = 1000
-"""Deaths that are remembered. A handshake lasts for seconds, so it is later than few of them."""
+"""The most deaths that are remembered. A handshake takes seconds, so few deaths come before it
+ends."""
 
 
 class Transfers(Protocol):
-    """Reads peers' pages, and lets peers read. No method blocks; each is safe on any thread."""
+    """An interface to read peers' pages, and let peers read. For any thread; never blocks."""
 
     def pull(
         self,
@@ -29,15 +30,15 @@ class Transfers(Protocol):
     ) -> Pull:
         """Start to read pages of a peer into pages of this worker, an array of ids for each pool.
 
-        The caller keeps `local_pages` from any other use until the returned pull, taken as a
-        fence, has passed.
+        The caller keeps `local_pages` from any other use until the returned pull has passed as a
+        fence.
 
         Args:
             peer: the incarnation of the worker to read from.
-            local_pages: where the bytes go.
-            remote_pages: where they come from; for each pool as many as of `local_pages`.
+            local_pages: the pages to read into.
+            remote_pages: the pages to read; for each pool as many as in `local_pages`.
             on_end: called once, on another thread, when the read has ended, well or not.
-            from_host: the peer's pages lie in its host pools.
+            from_host: whether the peer's pages lie in its host pools.
         """
         ...
 
@@ -46,36 +47,37 @@ class Transfers(Protocol):
     ) -> None:
         """Start to compute checksums of pages here.
 
-        The caller locks the pages, or ignores the answer once they are not locked any more.
+        The caller locks the pages, or ignores the answer once they are no longer locked.
 
         Args:
-            pages: what to hash.
+            pages: the pages to hash.
             on_end: called once, on another thread, with the sums in the order of `pages`.
         """
         ...
 
     def watch_fences(self, on_passed: Callable[[], None]) -> None:
-        """Have `on_passed` called, on another thread, whenever fences of failed pulls have passed.
+        """Call `on_passed`, on another thread, whenever fences of failed pulls have passed.
 
-        A pull's fence passes before its `on_end` is called, or, if it has failed, perhaps later.
+        The fence of a pull that ends well passes before its `on_end` is called. That of a failed
+        pull may pass later.
         """
         ...
 
     def confirm_death(self, incarnation: str) -> None:
-        """Tell that a peer's process is known to be gone, so that fences on it can pass.
+        """Note that a peer's process is known to be gone, so that fences on it can pass.
 
-        Bytes that the peer had sent before may still arrive. The fences of its pulls pass once
-        each has ended, or was given up, and the connections to the peer are closed.
+        Bytes that the peer had sent before may still arrive. The fences of its pulls pass once each
+        has ended, or was given up, and the connections to the peer are closed.
         """
         ...
 
     def reconnect(self, incarnation: str) -> None:
-        """Connect anew to a peer, if reads from it have failed: fences of those pass then."""
+        """Connect anew to a peer, if reads from it have failed; their fences pass then."""
         ...
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of each pool, together."""
+        """Bytes of one page of each pool, summed."""
         ...
 
     def meet(self, incarnation: str, plain: AgentDescription) -> None:
@@ -83,10 +85,10 @@ class Transfers(Protocol):
 
         Args:
             incarnation: the worker that is meant.
-            plain: what it says of its pools.
+            plain: its description of its pools.
 
         Raises:
-            PeerRefusedError: the description is another worker's, or was changed, or its model or
+            PeerRefusedError: the description is another worker's, or was changed. Or its model or
                 its pages do not fit this worker's.
         """
         ...
@@ -94,14 +96,15 @@ class Transfers(Protocol):
     def make_readable(self, on_ready: Callable[[AgentDescription], None]) -> None:
         """Prepare to be read by peers, though this worker reads itself.
 
-        `on_ready` is called on another thread with what peers need; never if that is not possible.
+        `on_ready` is called on another thread with the description for peers; never if that is not
+        possible.
         """
         ...
 
     def begin_serving(self) -> None:
-        """Tell that a peer may read pages of one more request from now on."""
+        """Note that a peer may read pages of one more request from now on."""
         ...
 
     def end_serving(self) -> None:
-        """Tell that a peer reads the pages of one request no longer."""
+        """Note that a peer no longer reads the pages of one request."""
         ...

@@ -1,12 +1,14 @@
-"""The transport probe: measures how fast a worker can read from a peer, when they meet.
+"""The transport probe, which measures how fast a worker can read from a peer, when they meet.
 
 A puller reads scratch pages of its peer against the clock, and writes others. Those pages lie
-beside the pools and look like the pools' pages. KV is only ever read, so it is the read that
-must be fast enough; the speed of writes is reported beside it. A peer that has a host tier is read
-there, too: a transport between GPUs may reach no host. If that fails the host alone is not read.
+beside the pools and look like the pools' pages. KV is only ever read, so the read must be fast
+enough; the speed of writes is only reported.
 
-Peers are connected and checked side by side, each in a landing area of its own. Those that
-answer take turns at being timed.
+The host tier of a peer is read, too, because a transport between GPUs may reach no host. If that
+fails, only the host is not read.
+
+Peers are connected and checked side by side, each in a landing area of its own. Those that answer
+take turns at being timed.
 """
 
 from __future__ import annotations
@@ -29,34 +31,35 @@ from kvrelay.wire.load import PeerTransport
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 10.0
-"""For one probe as a whole. No request holds memory for it yet."""
+"""The longest time of one probe as a whole. No request holds memory for it yet."""
 TIMED_MOVES = 5
-"""Moves of which the fastest counts, because others may have been disturbed."""
+"""The number of timed moves. The fastest counts, because others may have been disturbed."""
 ENOUGH_S = 0.5
-"""After this time no further move is timed."""
+"""Seconds after which no further move is timed."""
 HOST_TIMEOUT_S = 2.0
-"""For the probe of a peer's host tier."""
+"""The longest time of the probe of a peer's host tier."""
 AGAIN_S = (0.1, 0.2, 0.4, 0.8)
-"""Waits before a probe one of whose moves has failed is made again."""
+"""Seconds to wait before a probe with a failed move is repeated."""
 TURN_S = 2.0
-"""Wait for the turn to be timed. After that two are timed at once, and may seem slower."""
+"""The longest wait for the turn to be timed. After that two are timed at once, and may seem
+slower."""
 MIN_OPTION = "--min-transfer-gigabytes-per-second"
 """The option of `kvrelay serve` that sets the least speed."""
 
 StartMove = Callable[[Callable[[Pull], None]], Pull]
-"""Starts a move; what it is given is called at the move's end, on another thread."""
+"""A function that starts a move; its argument is called at the move's end, on another thread."""
 
 
 class _MoveFailedError(TransferError):
-    """A read or write of a probe has failed; on a new connection another one may not."""
+    """An error of a probe's read or write, which may succeed on a new connection."""
 
 
 class TransportProber:
-    """Measures peers, any number at once. Lives on the event loop.
+    """The measurements of peers, any number at once. Lives on the event loop.
 
     Args:
         agent: reads and writes.
-        floor: in bytes a second; a peer that is read more slowly is refused.
+        floor: the least speed in bytes a second; a peer that is read more slowly is refused.
     """
 
     def __init__(self, agent: TransferAgent, floor: float) -> None:
@@ -68,8 +71,8 @@ class TransportProber:
     async def measure(self, peer: str, host_pages: int = 0) -> PeerTransport:
         """Measure the transport from a peer, which the agent must know.
 
-        Never raises for the peer's fault: one that is too slow, does not answer within
-        `PROBE_TIMEOUT_S`, or sends other bytes than it has, comes back as refused.
+        Never raises for the peer's fault. A peer is returned as refused if it is too slow, sends
+        wrong bytes, or does not answer within `PROBE_TIMEOUT_S`.
 
         Args:
             peer: its incarnation.
@@ -90,8 +93,8 @@ class TransportProber:
     async def _measure_connected(self, peer: str, area: LandingArea) -> PeerTransport:
         """Measure a peer, and again on a new connection if a move fails.
 
-        A connection that broke while nobody used it shows only now, and what broke it may not be
-        over. It costs no refusal.
+        A connection that broke while it was not used shows only now, and its cause may still last.
+        This causes no refusal.
         """
         for seconds in AGAIN_S:
             try:
@@ -118,10 +121,11 @@ class TransportProber:
         return replace(found, refusal=f"{peer} is read at {found}; {asked}")
 
     async def _measure_host(self, found: PeerTransport, host_pages: int) -> PeerTransport:
-        """What was found, with the speed of reads from the peer's host, or why there are none.
+        """Add the speed of reads from the peer's host, or the reason why there are none.
 
-        Bytes are not compared, as whatever lies there may be written meanwhile. They come to an
-        area of their own: a read that hangs would keep the device's from the next measurement.
+        Bytes are not compared, because any of them may be written meanwhile. They arrive in an area
+        of their own. A read that hangs would otherwise keep the device's area from the next
+        measurement.
         """
         peer = found.incarnation
         async with self._turn():
@@ -139,7 +143,7 @@ class TransportProber:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Wait until no other peer is timed, or for `TURN_S`: that one may have stopped."""
+        """Wait until no other peer is timed, but at most `TURN_S`: that peer may have stopped."""
         try:
             async with asyncio.timeout(TURN_S):
                 await self._timing.acquire()
@@ -153,7 +157,7 @@ class TransportProber:
 
 
 async def _time(area: LandingArea, start: StartMove) -> float:
-    """Bytes a second of the fastest of up to `TIMED_MOVES` moves."""
+    """Measure the bytes a second of the fastest of up to `TIMED_MOVES` moves."""
     begun, best = time.monotonic(), 0.0
     for _ in range(TIMED_MOVES):
         moved = await _move(area, start)
@@ -168,7 +172,7 @@ async def _move(area: LandingArea, start: StartMove) -> Pull:
 
     Raises:
         _MoveFailedError: it has failed.
-        TransferError: NIXL has not taken the area: no other move into it would do better.
+        TransferError: NIXL has refused the area: no other move into it would do better.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Pull] = loop.create_future()

@@ -1,4 +1,4 @@
-"""UCX's settings, which are environment variables: those that we set, and what is told of them.
+"""UCX's settings, which are environment variables: those that we set, and how they are described.
 
 UCX reads them when NIXL is imported.
 """
@@ -23,7 +23,7 @@ _ON_GPU: Final = {
 
 
 def set_unset(*, on_gpu: bool) -> None:
-    """Before NIXL is imported: set what the user has not set.
+    """Set the variables that the user has not set. Call it before NIXL is imported.
 
     `on_gpu` is whether the memory that is transferred is a GPU's.
     """
@@ -32,7 +32,7 @@ def set_unset(*, on_gpu: bool) -> None:
 
 
 def describe_transports(*, on_gpu: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """What UCX may choose from, in few words: ``all``, or what UCX_TLS says; and on a GPU ours."""
+    """Describe the transports that UCX may choose from: UCX_TLS or ``all``; on a GPU also ours."""
     said = [environment.get("UCX_TLS", "all")]
     if on_gpu:
         said += [f"{name}={environment.get(name, '')}" for name in _ON_GPU]

@@ -1,4 +1,4 @@
-"""Which pages are compared after they were read; a process that only chooses needs no tensors."""
+"""The choice of pages to compare after they were read. Choosing alone needs no tensors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from kvrelay.wire.hand_over import PagePlace, PageSum
 logger = logging.getLogger(__name__)
 
 SAMPLED_PART = 16
-"""With `VerifyPages.SAMPLE` one page in so many is compared, and at least one."""
+"""The number of pages of which `VerifyPages.SAMPLE` compares one; it compares at least one in
+all."""
 
 
 class VerifyPages(StrEnum):
-    """Which of a request's pages are compared after they were read."""
+    """The choice of a request's pages that are compared after they were read."""
 
     OFF = "off"
     SAMPLE = "sample"
-    """Some, chosen by the request's id, so that a repeated attempt compares the same ones."""
+    """Some pages, chosen by the request's id, so that a repeated attempt compares the same ones."""
     ALL = "all"
     """Every page of every pool."""
 
 
 def choose(mode: VerifyPages, places: Sequence[PagePlace], request_id: str) -> list[PagePlace]:
-    """Those of the pages that were read whose checksums are to be compared."""
+    """Choose those of the pages read whose checksums are to be compared."""
     match mode:
         case VerifyPages.OFF:
             return []
@@ -38,7 +39,7 @@ def choose(mode: VerifyPages, places: Sequence[PagePlace], request_id: str) -> l
 
 
 def count_mismatches(own: Sequence[PageSum], theirs: Sequence[PageSum]) -> int:
-    """Pages that a peer has read and that differ; both sides name them in the same order."""
+    """Count the pages that differ from what a peer has read; both lists have the same order."""
     differ = [mine.place for mine, other in zip(own, theirs, strict=True) if mine != other]
     if differ:
         pages = ", ".join(f"page {page} of pool {pool}" for pool, page in differ)

@@ -1,6 +1,6 @@
-"""One pool's pages: the owner of each, and the free list (vLLM's `BlockPool`).
+"""The owners of one pool's pages, and its free list (vLLM's `BlockPool`).
 
-`PageAllocator` alone calls what changes an owner.
+Only `PageAllocator` calls methods that change an owner.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Pages = npt.NDArray[np.int32]
 """Page ids, ``[n]``."""
 
 Shares = Sequence[tuple[str, int]]
-"""On whose behalf pages move: holders, and how many of the pages are for each, in order."""
+"""The holders for which pages move, and the number of pages for each, in order."""
 
 NO_PAGES: Pages = np.empty(0, np.int32)
 
 HISTORY = 1024
-"""Moves that a conservation fault can be explained with."""
+"""The number of moves kept to explain a conservation fault."""
 
 
 class Owner(IntEnum):
-    """Exactly one of these owns a page, or a row."""
+    """The owner of a page, or of a row. Each has exactly one."""
 
     FREE = 0
-    """Nobody: it may be handed out."""
+    """No owner: the page may be handed out."""
     LEASE = 1
     """A request."""
     INDEX = 2
@@ -39,7 +39,7 @@ class Owner(IntEnum):
     SESSION = 3
     """A session, between two of its turns."""
     QUARANTINE = 4
-    """Nobody, but something in flight may still read or write it."""
+    """No owner, but something in flight may still read or write the page."""
     IN_FLIGHT = 5
     """A copy between tiers, which reads or writes it."""
 
@@ -54,7 +54,7 @@ class _Move:
     target: Owner
 
     def holder_of(self, page: int) -> str:
-        """On whose behalf one of `pages` moved."""
+        """Find the holder for which one of `pages` moved."""
         ends = np.cumsum([number for _, number in self.shares])
         at = np.flatnonzero(self.pages == page)[0]
         return self.shares[int(np.searchsorted(ends, at, side="right"))][0]
@@ -72,11 +72,11 @@ class PageAccount:
         self.name = name
         self.total = total
         self.owner_of = np.zeros(total, np.uint8)
-        """``[total]`` the `Owner` of each page; read only."""
+        """The `Owner` of each page, ``[total]``; read only."""
         self.by_owner = [total, *([0] * (len(Owner) - 1))]
-        """How many pages each `Owner` has; read only."""
+        """The number of pages of each `Owner`; read only."""
         self.times_allocated: npt.NDArray[np.uint32] | None = None
-        """``[total]`` how often each page was handed out, if `count_allocations` was called."""
+        """How often each page was handed out, ``[total]``; None before `count_allocations`."""
         # A stack; reversed, so that a fresh pool hands out neighbours in ascending order.
         self._free = np.arange(total, dtype=np.int32)[::-1].copy()
         self._history: deque[_Move] = deque(maxlen=HISTORY)
@@ -87,11 +87,11 @@ class PageAccount:
         return self._free[: self.by_owner[Owner.FREE]]
 
     def count_allocations(self) -> None:
-        """Count from now on how often each page is handed out: who reads it meanwhile can tell."""
+        """Start to count how often each page is handed out, for readers without a lock."""
         self.times_allocated = np.zeros(self.total, np.uint32)
 
     def allocate(self, shares: Shares, target: Owner = Owner.LEASE) -> Pages:
-        """Hand out free pages, to each holder its share; there must be as many."""
+        """Hand out free pages, to each holder its share. Enough pages must be free."""
         wanted = sum([number for _, number in shares])
         last = self.by_owner[Owner.FREE]
         assert wanted <= last, "more pages allocated than are free"
@@ -105,7 +105,8 @@ class PageAccount:
         """Change the owner of `pages`, of which each holder has its share.
 
         Raises:
-            ConservationError: a page is not `source`'s or comes twice; names it and its history.
+            ConservationError: a page does not belong to `source`, or comes twice; names it and its
+                history.
         """
         if not len(pages):
             return
@@ -146,6 +147,6 @@ class PageAccount:
             )
 
     def history(self, page: int) -> str:
-        """The last owners of a page, oldest first."""
+        """List the last owners of a page, oldest first."""
         moves = (move for move in self._history if page in move.pages)
         return "; ".join(f"{m.holder_of(page)}: {m.source.name} to {m.target.name}" for m in moves)

@@ -1,4 +1,4 @@
-"""The proof that no page and no row is lost or owned twice, and who has each. See README.md."""
+"""The proof that no page and no row is lost or owned twice, and who owns each. See README.md."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class OwnerRun:
-    """Neighbouring pages of one owner."""
+    """A run of adjacent pages of one owner."""
 
     first_page: int
     num_pages: int
     owner: Owner
     holder: str
-    """Of the lease on whose behalf the owner has them; empty if there is none."""
+    """The holder of the lease for which the owner has them; empty if there is none."""
 
 
 class Audit:
-    """Counts pages and rows by owner, and compares what each side says. It changes nothing.
+    """The audit: counts pages and rows by owner, and compares both accounts. It changes nothing.
 
     Args:
         shape: of the cache.
-        rows: of which each has one owner.
+        rows: the rows, each of which has one owner.
         index: the prefix index.
         allocator: knows the owner of each page.
-        promises: how many pages are promised.
+        promises: knows how many pages are promised.
         leases: all of them.
     """
 
@@ -65,11 +65,11 @@ class Audit:
     # Counts
 
     def page_counts(self) -> tuple[PoolCounts, ...]:
-        """How many pages of each pool are in each state. O(1)."""
+        """Count the pages of each pool by state. O(1)."""
         return tuple([self._pool_counts(pool) for pool in self._pools])
 
     def row_counts(self) -> PoolCounts:
-        """How many rows are in each state."""
+        """Count the rows by state."""
         allocator = self._allocator
         return PoolCounts(
             pool="rows",
@@ -104,7 +104,7 @@ class Audit:
         )
 
     def pages_in_tables(self, pool: int, *, idle: bool) -> Bools:
-        """``[total]`` whether a lease has or locks a page: one of an idle session, or any other."""
+        """Mark, ``[total]``, pages that leases of idle sessions, or else others, have or lock."""
         found = np.zeros(self._allocator.accounts[pool].total, np.bool_)
         for lease in self._leases.by_row.values():
             if (lease.state is LeaseState.SAVED) is idle:
@@ -117,8 +117,8 @@ class Audit:
     def check(self) -> None:
         """Check the conservation equation of pages and rows. O(1), for every step.
 
-        What leases, sessions, the index and the quarantine say that they have
-        must be what the pages say that owns them.
+        The pages that leases, sessions, the index and the quarantine claim must match the recorded
+        owners.
 
         Raises:
             ConservationError: something was lost or is counted twice.
@@ -140,9 +140,9 @@ class Audit:
             raise ConservationError(f"{owned} of {self._rows.total}: {self.row_counts()}")
 
     def _claimed_pages(self, pool: int) -> list[int]:
-        """How many pages of a pool each `Owner` says that it has, in the order of `Owner`.
+        """Count the pages of a pool that each `Owner` claims, in the order of `Owner`.
 
-        What copies from a lower tier write is a lease's.
+        Pages that copies from a lower tier write are a lease's.
         """
         allocator = self._allocator
         return [
@@ -175,7 +175,7 @@ class Audit:
         self._check_rows()
 
     def _check_rows(self) -> None:
-        """Raise `ConservationError` unless each row has one owner, and a released lease nothing."""
+        """Raise `ConservationError` unless each row has one owner, and released leases none."""
         quarantine = self._allocator.quarantine
         quarantined = [entry.row for entry in quarantine if entry.row is not None]
         rows = [*self._rows.free_rows, *self._leases.by_row, *quarantined]
@@ -185,7 +185,7 @@ class Audit:
             raise ConservationError("something was done to a lease that was released")
 
     def _claims(self, pool: int, indexed: Pages) -> Iterator[tuple[Owner, Pages]]:
-        """What each owner says that it has of a pool."""
+        """Yield each owner's claims on a pool."""
         yield Owner.FREE, self._allocator.accounts[pool].free_pages
         yield Owner.INDEX, indexed
         for entry in self._allocator.quarantine:
@@ -194,17 +194,17 @@ class Audit:
             saved = lease.state is LeaseState.SAVED
             yield Owner.SESSION if saved else Owner.LEASE, lease.own_pages(pool)
 
-    # For people who look for a page, and for drills
+    # For the search for a page, and for drills
 
     def lose_page(self) -> None:
-        """Give a free page, if there is one, to nobody: every check fails from now on."""
+        """Lose a free page, if there is one, on purpose: every check fails from now on."""
         for account in self._allocator.accounts:
             if len(account.free_pages):
                 account.allocate((("nobody: it was lost on purpose", 1),))
                 return
 
     def history(self, pool: int, page: int) -> str:
-        """The last owners of a page, oldest first."""
+        """List the last owners of a page, oldest first."""
         return self._allocator.accounts[pool].history(page)
 
     def free_pages(self, pool: int) -> list[int]:
@@ -213,7 +213,7 @@ class Audit:
         return pages
 
     def owner_runs(self, pool: int) -> list[OwnerRun]:
-        """Every page of a pool once, in order: neighbours of one owner and lease together."""
+        """List every page of a pool once, in order, as runs of one owner and lease."""
         account = self._allocator.accounts[pool]
         owners = account.owner_of.copy()
         holders = [""]

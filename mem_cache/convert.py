@@ -1,7 +1,7 @@
-"""Pages copied between pools: from one page order to the other, between devices, or both.
+"""The copying of pages between pools: between page orders, between devices, or both.
 
-A pool is seen as *pieces*, ``[pages, layers, words]``: its page order is no more than the strides
-of that view, so that one copy of pages to pages serves every pair of orders.
+A pool is seen as *pieces*, ``[pages, layers, words]``. Its page order is no more than the strides
+of that view, so one copy of pages to pages serves every pair of orders.
 """
 
 from __future__ import annotations
@@ -22,35 +22,32 @@ PageIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Index = int | slice
 
 STAGED_BYTES = 32 << 20
-"""What is staged for one transfer between devices."""
+"""The most bytes staged for one transfer between devices."""
 DMA_BYTES = 28 << 10
-"""From this size on a page has a transfer of its own between a host and a GPU, as in vLLM."""
+"""The size from which a page has a transfer of its own between a host and a GPU, as in vLLM."""
 ALL_LAYERS = slice(None)
 
 
 class CopyPlan:
-    """Pages of one pool that go to pages of another, checked once and copied as often as wanted.
+    """Pages of one pool that go to pages of another, checked once and copied any number of times.
 
-    For who copies layer by layer, as layers are computed or arrive: what is the
-    same for all layers is done here, and `copy` does the rest. The i-th source
-    page goes to the i-th target page. A source page may be named twice, a
-    target page may not.
+    It is meant for copies layer by layer, as layers are computed or arrive. Work that is the same
+    for all layers is done here, and `copy` does the rest. The i-th source page goes to the i-th
+    target page. A source page may be named twice, a target page may not.
 
-    A plan owns no pages: whoever copies by it sees to it that they are still
-    theirs. Of pools on CUDA devices it has its page ids there, too: make it on
-    the stream that copies.
+    A plan owns no pages: its user must make sure that they still have the same owner. For pools on
+    CUDA devices it also keeps its page ids there. So make it on the stream that copies.
 
     Args:
-        source: where the bytes come from.
+        source: the pool to copy from.
         source_pages: page ids in `source`, in ``[0, source.total_pages)``.
-        target: where they go.
+        target: the pool to copy to.
         target_pages: page ids in `target`, as many as `source_pages`.
 
     Raises:
-        ValueError: for pools whose geometries differ in more than the page
-            order, lists of different lengths, ids that are no whole numbers or
-            out of range, a target page named twice, or pages of one pool that
-            are both read and written.
+        ValueError: the pools' geometries differ in more than the page order, or the lists in
+            length. Or ids are not whole numbers, or out of range. Or a target page is named twice,
+            or pages of one pool are both read and written.
     """
 
     def __init__(
@@ -78,11 +75,11 @@ class CopyPlan:
     def copy(self, layers: range | None = None) -> None:
         """Copy the bytes that the source's pages have now.
 
-        Between hosts it runs on the calling thread, without the GIL while bytes
-        move. Where a CUDA device takes part it works on the current stream: bytes
-        that go to the device are there for whatever is launched on that stream
-        later, and a host's source pages may be written again on return; bytes that
-        come to a host are there on return.
+        Between hosts it runs on the calling thread, and releases the GIL while bytes move.
+
+        With a CUDA device it works on the current stream. Bytes that go to the device are there for
+        later work on that stream, and a host's source pages may be written again on return. Bytes
+        that come to a host are there on return.
 
         Args:
             layers: the layers to copy; None: all.
@@ -108,8 +105,8 @@ def copy_pages(
 ) -> None:
     """Copy pages from one pool to another, whatever their page orders, devices and sizes.
 
-    A `CopyPlan` that is used once: arguments, errors and what is promised on
-    return are those of the plan and its `copy`. Nothing is changed if this raises.
+    It is a `CopyPlan` that is used once. Arguments, errors and guarantees on return are those of
+    the plan and its `copy`. Nothing is changed if this raises.
     """
     CopyPlan(source, source_pages, target, target_pages).copy(layers)
 
@@ -143,14 +140,14 @@ def _check_pairs(read: Int64Array, written: Int64Array, *, in_one_pool: bool) ->
 
 
 def _pieces(pool: KVPool) -> torch.Tensor:
-    """A pool as ``[pages, layers, words]``, a view; words of 8 bytes where they fit."""
+    """View a pool as ``[pages, layers, words]``; words of 8 bytes where they fit."""
     word = torch.int64 if pool.geometry.layer_page_bytes % 8 == 0 else torch.uint8
     pieces = pool.data.flatten(2).view(word)
     return pieces.transpose(0, 1) if pool.geometry.order is PageOrder.LAYER_FIRST else pieces
 
 
 class _Pairs(Protocol):
-    """Page ids of two pools, pair by pair, made ready for their devices; maybe none."""
+    """An interface for pairs of page ids of two pools, prepared for their devices; may be empty."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, layers: slice = ALL_LAYERS) -> None:
         """Copy `layers` between ``[pages, layers, words]`` that differ in pages and strides."""
@@ -179,7 +176,7 @@ def _pairs_on(device: torch.device, source_pages: Int64Array, target_pages: Int6
 def _moves_by_dma(source: KVPool, target: KVPool) -> bool:
     """Whether a GPU moves whole pages between two pools by itself, without the host's processor.
 
-    It does between its own memory and pinned memory, if a page lies together in both.
+    It does between its own memory and pinned memory, if each page is contiguous in both.
     """
     host, device = source.data, target.data
     if host.device.type != "cpu":
@@ -193,7 +190,7 @@ def _moves_by_dma(source: KVPool, target: KVPool) -> bool:
 
 
 class _DmaPairs:
-    """Whole pages, a transfer for each one or for each run of neighbours."""
+    """Pairs of whole pages, with one transfer for each page or each run of adjacent pages."""
 
     def __init__(self, source_pages: Int64Array, target_pages: Int64Array) -> None:
         self._pairs = _runs(source_pages, target_pages) or list(
@@ -210,9 +207,9 @@ class _DmaPairs:
 
 
 class _StagedPairs:
-    """Gathers on the source's device, moves what was gathered at once, scatters on the target's.
+    """Pairs that are gathered on the source's device, moved at once, and scattered on the target's.
 
-    A transfer for each piece would be limited by its start, not by the link.
+    With a transfer for each piece the start of transfers would be the limit, not the link.
     """
 
     def __init__(
@@ -237,12 +234,12 @@ class _StagedPairs:
             gather.copy(source, gathered)
             moved = _staging(pages, source, target.device)
             # To a GPU it moves while the next part is gathered; until then the allocator
-            # of pinned memory gives `gathered` to nobody else.
+            # of pinned memory does not reuse `gathered`.
             moved.copy_(gathered, non_blocking=target.device.type != "cpu")
             scatter.copy(moved, target)
 
     def _parts_of(self, step: int) -> list[tuple[int, _Pairs, _Pairs]]:
-        """Of `step` pages each: their number, what gathers them, what scatters them."""
+        """Divide into parts of `step` pages, each as its number of pages, gather and scatter."""
         parts = []
         for start in range(0, len(self._source_pages), step):
             read = self._source_pages[start : start + step]
@@ -254,17 +251,17 @@ class _StagedPairs:
 
 
 def _staging(pages: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Uninitialized ``[pages, layers, words]``; a host's is pinned, which GPUs access directly."""
+    """Allocate ``[pages, layers, words]``; a host's memory is pinned, for direct access by GPUs."""
     pinned = device.type == "cpu" and torch.cuda.is_available()
     shape = (pages, *like.shape[1:])
     return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=pinned)
 
 
 class _HostPairs:
-    """One page or a few in an assignment of numpy's, which lets go of the GIL.
+    """Pairs of one page or a few, copied by numpy assignments, which release the GIL.
 
-    Indexing with arrays on both sides would gather into a buffer first, and two
-    passes are slower than the loop.
+    Indexing with arrays on both sides would first gather into a buffer, and two passes are slower
+    than the loop.
     """
 
     def __init__(self, source_pages: Int64Array, target_pages: Int64Array) -> None:
@@ -289,13 +286,13 @@ class _HostPairs:
 
     @cached_property
     def _two_by_two(self) -> list[tuple[Index, Index]]:
-        """For small pieces: 8% faster, and slower for all layers of a page."""
+        """Indices of two pages each: 8% faster for small pieces, slower for whole pages."""
         runs = _runs(self._source_pages, self._target_pages)
         return runs or list(zip(_twos(self._source_pages), _twos(self._target_pages), strict=True))
 
 
 def _runs(source_pages: Int64Array, target_pages: Int64Array) -> list[tuple[Index, Index]]:
-    """Neighbours that go to neighbours as slices; none if most pages are alone."""
+    """Make slices of adjacent pages that go to adjacent pages; none if most pages are alone."""
     source_steps, target_steps = np.diff(source_pages), np.diff(target_pages)
     breaks = (source_steps != 1) | (target_steps != 1)
     if 2 * np.count_nonzero(breaks) >= len(source_pages):
@@ -310,14 +307,14 @@ def _runs(source_pages: Int64Array, target_pages: Int64Array) -> list[tuple[Inde
 
 
 def _twos(pages: Int64Array) -> list[Index]:
-    """An index for every two pages, wherever they lie, and one for the last of an odd number."""
+    """Make an index for every two pages, and one for the last of an odd number."""
     ids = pages.tolist()
     twos = [_two(*two) for two in zip(ids[::2], ids[1::2], strict=False)]
     return [*twos, *ids[2 * len(twos) :]]
 
 
 def _two(first: int, second: int) -> Index:
-    """Both pages in this order; of a page named twice one, which numpy writes to both targets."""
+    """Make an index of both pages in this order; the same page twice is written to both targets."""
     step = second - first
     if not step:
         return first

@@ -1,7 +1,7 @@
 """The Triton kernel behind `CopyPlan`; the only file of this room that imports triton.
 
-CUDA builds of torch bring triton along; CPU builds do not, and do without this file.
-Development installs it there, too: the tests run the kernel through its interpreter.
+CUDA builds of torch include triton. CPU builds do not, and do not need this file. Development
+installs it there, too: the tests run the kernel through its interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DevicePairs:
         self._target_pages = _to_device(target_pages, device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, layers: slice = slice(None)) -> None:
-        """Copy all pairs at once between ``[pages, layers, words]`` of any page, layer strides."""
+        """Copy all pairs at once between ``[pages, layers, words]`` of any strides."""
         source, target = source[:, layers], target[:, layers]
         _, num_layers, words = source.shape
         grid = (len(self._source_pages), num_layers, triton.cdiv(words, BLOCK_WORDS))
@@ -64,7 +64,7 @@ def _copy_pieces(
     words: tl.tensor,
     block_words: tl.constexpr,
 ) -> None:
-    """One block of one piece. Pages and layers are 64-bit, or offsets in large pools overflow."""
+    """Copy one block of one piece. Pages and layers are 64-bit, as large pools need."""
     pair = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * block_words + tl.arange(0, block_words)
@@ -75,8 +75,8 @@ def _copy_pieces(
 
 
 def _to_device(pages: Int64Array, device: torch.device) -> torch.Tensor:
-    """A copy by work on the current stream. The host does not wait for what runs there."""
+    """Copy to the device by work on the current stream, which the host does not wait for."""
     tensor = torch.from_numpy(pages)
     if torch.cuda.is_available():
-        tensor = tensor.pin_memory()  # torch gives it to nobody else until the copy has run
+        tensor = tensor.pin_memory()  # torch does not reuse it until the copy has run
     return tensor.to(device, non_blocking=True)

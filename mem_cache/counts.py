@@ -1,6 +1,6 @@
-"""Counts of what the prefix index has done, and of the quarantine.
+"""The counts of events in the prefix index and in tiers, and of the quarantine.
 
-Those of pages and rows by state are `wire.load.PoolCounts`.
+Counts of pages and rows by state are `wire.load.PoolCounts`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What the prefix index has done so far."""
+    """The events of the prefix index so far."""
 
     lookups: int = 0
     hits: int = 0
@@ -19,7 +19,7 @@ class CacheCounts:
     duplicate_pages: int = 0
 
     def copy(self) -> CacheCounts:
-        """The counts of this moment. `dataclasses.replace` takes five times as long."""
+        """Copy the counts. `dataclasses.replace` takes five times as long."""
         return CacheCounts(
             self.lookups, self.hits, self.hit_tokens, self.evicted_pages, self.duplicate_pages
         )
@@ -27,38 +27,39 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class QuarantineCounts:
-    """What is in quarantine for one reason."""
+    """The pages in quarantine for one reason."""
 
     pages: int
-    """Of all pools."""
+    """The number of pages, of all pools."""
     since: float
-    """When the oldest came there."""
+    """The moment when the oldest page came there."""
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """What a tier below the device has done so far. Pages, bytes and seconds."""
+    """The events of a tier below the device so far, in pages, bytes and seconds."""
 
     written_pages: int = 0
-    """Copied there."""
+    """Pages copied there."""
     dropped_pages: int = 0
-    """Not kept there: no room, or the device used the page again before the copy had ended."""
+    """Pages not kept there: no room, or the device used the page again before the copy had
+    ended."""
     loaded_pages: int = 0
-    """Brought back."""
+    """Pages brought back."""
     lent_pages: int = 0
-    """Let to decode workers, which may read them from there."""
+    """Pages lent to decode workers, which may read them from there."""
     forgotten_pages: int = 0
-    """Not found there any more, as a forward that failed may have computed them wrong."""
+    """Pages made unfindable, because a failed forward may have computed them wrong."""
     evicted_pages: int = 0
-    """Evicted there to make room."""
+    """Pages evicted there to make room."""
     broken_pages: int = 0
-    """Truncated, foreign or corrupt there: removed."""
+    """Pages removed there because they were truncated, foreign or corrupt."""
     write_bytes: int = 0
     write_seconds: float = 0.0
-    """Of copies alone, without their wait."""
+    """The seconds of copies alone, without their wait."""
     load_bytes: int = 0
     load_seconds: float = 0.0
     late_loads: int = 0
-    """Not waited for to the end: computing takes no longer."""
+    """The number of loads that were not awaited to the end, because computing took no longer."""
     slow_loads: int = 0
-    """Not begun: computing was expected to take no longer."""
+    """The number of loads that were not begun, because computing was expected to take no longer."""

@@ -1,11 +1,11 @@
-"""What this room raises. Shortage is no error: it is a value, `None` or `False`."""
+"""The errors of this room. Shortage is no error: it is a value, `None` or `False`."""
 
 from __future__ import annotations
 
 
 class KVCacheError(Exception):
-    """A caller asked for what may never be, such as growing a closed lease."""
+    """An error of a caller that asked for what may never be, such as growing a closed lease."""
 
 
 class ConservationError(KVCacheError):
-    """Pages or rows were lost, or owned twice. Names a page and its last owners."""
+    """An error of lost pages or rows, or of two owners. Names a page and its last owners."""

@@ -1,4 +1,4 @@
-"""What must have ended before memory may be used again."""
+"""Fences: work that must have ended before memory may be used again."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Protocol
 
 
 class FenceKind(StrEnum):
-    """What may still touch memory, from what ends by itself to what may not."""
+    """The kind of work that may still touch memory, ordered by how long it may last."""
 
     FORWARD = "forward"
-    """A forward that reads or writes it."""
+    """A forward that reads or writes the memory."""
     READ = "read"
-    """A transfer that runs."""
+    """A transfer that is running."""
     FAILED_READ = "failed_read"
     """A transfer that has failed: its bytes may still arrive."""
 
 
 class Fence(Protocol):
-    """Something in flight that still reads or writes pages or a row.
+    """An interface to something in flight that still reads or writes pages or a row.
 
-    A fence passes once and stays passed. It passes by proof that the reader or
-    writer has ended, never because time went by.
+    A fence passes once and stays passed. It passes by proof that the reader or writer has ended,
+    never because time went by.
     """
 
     @property
     def kind(self) -> FenceKind:
-        """What it is that reads or writes."""
+        """The kind of reader or writer."""
         ...
 
     def passed(self) -> bool:
@@ -37,9 +37,9 @@ class Fence(Protocol):
 
 @dataclass(slots=True)
 class StepClock:
-    """Counts the forwards that were launched and those that have ended, in order.
+    """The counts of the forwards that were launched and that have ended, in order.
 
-    One has ended when its event has passed: nothing of it runs on the device any more.
+    A forward has ended when its event has passed: none of its work runs on the device any more.
     """
 
     launched: int = 0
@@ -47,23 +47,23 @@ class StepClock:
 
     @property
     def running(self) -> int:
-        """Forwards that were launched and have not ended."""
+        """The number of forwards that were launched and have not ended."""
         return self.launched - self.ended
 
     def launch(self) -> int:
-        """A forward starts; returns its number."""
+        """Count a launch. Returns the forward's number."""
         self.launched += 1
         return self.launched
 
     def end(self) -> None:
-        """The oldest running forward has ended."""
+        """Count the end of the oldest running forward."""
         assert self.ended < self.launched, "a forward ended that was never launched"
         self.ended += 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepFence:
-    """Passes when forward number `step` has ended."""
+    """A fence that passes when forward number `step` has ended."""
 
     clock: StepClock = field(repr=False)
     step: int

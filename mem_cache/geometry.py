@@ -1,7 +1,7 @@
-"""What a page of KV memory is, down to its bytes.
+"""The geometry of a page of KV memory, down to its bytes.
 
-Everything outside this room that moves KV (transfer, storage) sees pages as
-byte spans; only attention backends see tensors.
+Everything outside this room that moves KV (transfer, storage) sees pages as byte spans; only
+attention backends see tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class PageOrder(StrEnum):
-    """How a pool lays out the pages of its layers."""
+    """The order of pages and layers in a pool."""
 
     PAGE_FIRST = "page_first"
     """A page's bytes for all layers lie together: one span a page."""
@@ -31,31 +31,31 @@ class PageOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape of one page of the layers that share a pool.
+    """The shape of one page of the layers that share a pool.
 
-    Inside a page and layer the order is ``[parts, num_kv_heads, page_size,
-    head_dim]``: heads before tokens, so that one head's keys of a page are one
-    contiguous run (faster to read on a CPU) and a tensor-parallel slice of the
-    heads is contiguous too.
+    Inside a page and layer the order is ``[parts, num_kv_heads, page_size, head_dim]``, heads
+    before tokens. So one head's keys of a page are one contiguous run, which is faster to read on a
+    CPU. A tensor-parallel slice of the heads is contiguous, too.
     """
 
     num_layers: int
     num_kv_heads: int
-    """1 for MLA: one copy, whatever the number of query heads."""
+    """The number of KV heads; 1 for MLA, whatever the number of query heads."""
     head_dim: int
-    """For MLA ``kv_lora_rank + qk_rope_head_dim``, the compressed latent and its rotary key."""
+    """The head's size; for MLA ``kv_lora_rank + qk_rope_head_dim``, the latent and its rotary
+    key."""
     dtype: torch.dtype
     page_size: int
     order: PageOrder = PageOrder.PAGE_FIRST
     latent: bool = False
-    """MLA: a token has one latent vector instead of keys and values."""
+    """Whether it is MLA: a token has one latent vector instead of keys and values."""
     window: int | None = None
-    """Tokens that these layers look back, the query's own included; None: all of them.
+    """Tokens that these layers look back, including the query's own; None: all of them.
 
     A token at position ``t`` sees the positions ``(t - window, t]``.
     """
     draft: bool = False
-    """The layers are those of a draft model: it has pools of its own beside the target's."""
+    """Whether the layers are a draft model's, which has pools of its own beside the target's."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "page_size", "window"):
@@ -67,7 +67,7 @@ class KVGeometry:
 
     @property
     def pool_name(self) -> str:
-        """What the pool of such pages is called: a label of its metrics."""
+        """The name of a pool of such pages: a label of its metrics."""
         name = "latent" if self.latent else "full"
         if self.window is not None:
             name = "window"
@@ -75,7 +75,7 @@ class KVGeometry:
 
     @property
     def parts(self) -> int:
-        """Vectors that a head keeps of a token: its key and its value, or one latent."""
+        """The vectors that a head keeps for a token: its key and its value, or one latent."""
         return 1 if self.latent else 2
 
     @property
@@ -94,11 +94,11 @@ class KVGeometry:
         return self.num_layers * self.layer_page_bytes
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
+        """Compute the pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def piece_offsets(self, page_ids: Int64Array, total_pages: int) -> Int64Array:
-        """Byte offsets of each (page, layer) piece from the pool's start.
+        """Compute the byte offsets of each (page, layer) piece from the pool's start.
 
         Shape ``[len(page_ids), num_layers]``; every piece is
         ``layer_page_bytes`` long.
@@ -111,5 +111,5 @@ class KVGeometry:
         return page_ids.astype(np.int64)[:, None] * page_stride + layers[None, :] * layer_stride
 
     def holds_same_tokens_as(self, other: KVGeometry) -> bool:
-        """Whether a page of `other` can be copied here piece by piece: all but the order agree."""
+        """Whether pages of `other` can be copied here: all but the page order must agree."""
         return self == replace(other, order=self.order)

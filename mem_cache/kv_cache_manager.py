@@ -1,7 +1,7 @@
 """The front of this room: a request's memory is opened, grown, published and freed through it.
 
-What vLLM calls `KVCacheManager`. README.md has the intervals, the states and
-the equation. Who does the work:
+vLLM calls it `KVCacheManager`, too. README.md has the intervals, the states and
+the equation. Its parts:
 
 - `page_allocator.py` moves pages between owners, and is where they are freed;
 - `lease_table.py` begins and ends leases, `lease_lengths.py` changes their lengths;
@@ -42,16 +42,16 @@ NO_TOKENS: TokenIds = np.empty(0, np.int32)
 class KVCacheManager:
     """The memory of one worker's requests: KV pages of every pool, and rows.
 
-    Not thread-safe: the engine thread alone calls it. Shortage returns `None`
-    or `False` with nothing changed, in no pool; misuse raises `KVCacheError`.
+    Not thread-safe: only the engine thread calls it. Shortage returns `None` or `False` with
+    nothing changed, in any pool; misuse raises `KVCacheError`.
 
     Args:
         pools: one, or one for full-attention layers and one for those with a window.
         page_size: tokens a page, in every pool.
         total_rows: requests that can hold memory at the same time.
         max_row_tokens: tokens that one request can hold (sizes the page tables).
-        ahead: tokens that a lease may be allocated beyond where it was last slid to, so
-            that a window pool knows what to promise; None: all of them.
+        ahead: tokens that a lease may be allocated beyond where it was last slid to; None: all of
+            them. A window pool's promises depend on it.
         index: finds and keeps prefixes whose KV is written; none by default.
         clock: seconds, monotonic; only ever used to report an age.
     """
@@ -79,18 +79,17 @@ class KVCacheManager:
         self._lengths = lengths = LeaseLengths(shape, rows, allocator, promises)
         self._sharing = PrefixSharing(shape, self.index, allocator, promises, leases, lengths)
         self.sessions = SessionLeases(shape, rows, allocator, promises, lengths)
-        """What a session does with its lease; called by `session.Sessions`."""
+        """The operations of sessions on their leases; called by `session.Sessions`."""
         self.audit = Audit(shape, rows, self.index, allocator, promises, leases)
-        """Counts by owner, checks, and the history of a page."""
+        """The counts by owner, the checks, and the history of a page."""
         self.total_rows = total_rows
 
     @property
     def room_version(self) -> int:
-        """As long as it is the same, whatever was refused for want of memory will be again.
+        """A number that rises if a request that was refused for want of memory may fit now.
 
-        Higher than when it was last asked for if rows, or pages of any pool,
-        became available since, if a session became idle, or if the prefix index was given
-        something.
+        It rises, since it was last read, if rows or pages of any pool became available. It also
+        rises if a session became idle, or if the prefix index was given something.
         """
         return self._promises.room_version
 
@@ -110,16 +109,16 @@ class KVCacheManager:
         namespace: str = "",
         headroom: Sequence[int] | None = None,
     ) -> Lease | None:
-        """Start a lease that can surely grow to `promised_tokens`; `None` if that cannot be said.
+        """Open a lease that can surely grow to `promised_tokens`. Returns `None` if it might not.
 
         Locks the longest cached prefix of `token_ids`.
 
         Args:
             holder: for error messages and the history.
-            promised_tokens: that it may come to hold.
+            promised_tokens: the most tokens that it may hold.
             token_ids: known ones; without them nothing is looked up.
             namespace: of the prefix index.
-            headroom: pages of each pool that must stay free, or evictable, and promised to nobody.
+            headroom: pages of each pool that must stay free, or evictable, and unpromised.
         """
         lease = self.open_uncounted(
             holder, promised_tokens, token_ids=token_ids, namespace=namespace, headroom=headroom
@@ -140,7 +139,7 @@ class KVCacheManager:
         namespace: str = "",
         headroom: Sequence[int] | None = None,
     ) -> Lease | None:
-        """`open` for a lease that is no request's: the prefix index's hits do not count it."""
+        """Call `open` for a lease of no request, without counting hits of the prefix index."""
         if promised_tokens > self._leases.max_row_tokens:
             raise KVCacheError(f"{holder}: a row cannot hold {promised_tokens} tokens")
         if not self._leases.num_free_rows:
@@ -149,7 +148,7 @@ class KVCacheManager:
         lock = self.index.match(token_ids, namespace) if len(token_ids) else None
         needed = promises.pages_needed(promised_tokens, lock.num_pages if lock else 0)
         if lock is not None and not promises.has_room(needed, headroom):
-            # What it would lock may be just what it lacks: a window's pages come on top.
+            # Without the lock there may be room, because a window's locked pages come on top.
             self._allocator.unlock(lock)
             lock = None
             needed = promises.pages_needed(promised_tokens, 0)
@@ -158,68 +157,68 @@ class KVCacheManager:
         return self._leases.begin_lease(holder, namespace, promised_tokens, needed, lock)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
-        """Raise `kv_allocated_len` to `tokens`, all or nothing; `False` if pages are short.
+        """Raise `kv_allocated_len` to `tokens`, all or nothing. Returns `False` if pages are short.
 
-        Never short within what `open` promised.
+        Pages are never short within what `open` promised.
         """
         return self._lengths.grow((lease,), (tokens,))
 
     def grow_all(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
-        """`grow` every lease to its number of tokens, or none of them."""
+        """Call `grow` for every lease with its number of tokens, all or nothing."""
         return self._lengths.grow(leases, tokens)
 
     def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
-        """For each pool the unpromised pages that `grow_all` takes."""
+        """Count for each pool the unpromised pages that `grow_all` takes."""
         return self._lengths.pages_to_grow(leases, tokens)
 
     def commit(self, lease: Lease, tokens: int) -> None:
-        """Raise `kv_committed_len` to `tokens`: their KV is written, or a forward launched to."""
+        """Raise `kv_committed_len` to `tokens`: a launched forward writes, or wrote, their KV."""
         self._lengths.commit((lease,), (tokens,))
 
     def commit_all(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> None:
-        """`commit` to every lease its number of tokens, or to none of them."""
+        """Call `commit` for every lease with its number of tokens, all or nothing."""
         self._lengths.commit(leases, tokens)
 
     def committed(self, leases: Sequence[Lease]) -> Ints:
-        """The `kv_committed_len` of each lease, a copy: quicker than one by one."""
+        """Get the `kv_committed_len` of each lease, as a copy; faster than one by one."""
         return self._lengths.committed(leases)
 
     def slide(self, lease: Lease, position: int) -> None:
         """Free the pages of window pools that no token from `position` on sees.
 
-        Every forward that reads an earlier token's window must have ended: so
-        nothing is in flight on them. It keeps what a prefix that ends in the
-        last whole page needs, or the prefix index could not continue from it.
+        Every forward that reads an earlier token's window must have ended, so no work in flight
+        uses them. Pages that a prefix ending in the last whole page needs are kept. Without them
+        the prefix index could not continue from it.
         """
         self._lengths.slide((lease,), (position,))
 
     def slide_all(self, leases: Sequence[Lease], positions: Sequence[int] | Ints) -> None:
-        """`slide` every lease to its position."""
+        """Call `slide` for every lease with its position."""
         self._lengths.slide(leases, positions)
 
     def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence] = ()) -> None:
-        """Free the pages beyond `tokens`; what a page shares with them stays.
+        """Free the pages beyond `tokens`; a page that holds some of them stays.
 
         Raises:
-            KVCacheError: the prefix index owns some of them.
+            KVCacheError: the prefix index owns some of the pages.
         """
         self._lengths.trim(lease, tokens, lease.pending(pending))
 
     def page_tables(self, leases: Sequence[Lease]) -> tuple[Pages, ...]:
-        """A forward's own snapshot of the leases' tables.
+        """Copy the leases' tables for a forward.
 
-        For each pool ``[len(leases), most pages of any]``.
+        Returns for each pool ``[len(leases), most pages of any]``.
         """
         return self._lengths.page_tables(leases)
 
     # Between leases and the prefix index
 
     def count_cached(self, token_ids: TokenIds, namespace: str = "") -> int:
-        """Tokens of the longest prefix that `open` would find now. Takes nothing."""
+        """Count the tokens of the longest prefix that `open` would find now. Takes nothing."""
         return len(self.find_cached(token_ids, namespace)[0]) * self.shape.page_size
 
     def find_cached(self, token_ids: TokenIds, namespace: str = "") -> tuple[Pages, ...]:
-        """For each pool the pages that `open` would find now. Takes nothing."""
+        """Find for each pool the pages that `open` would find now. Takes nothing."""
         lock = self.index.match(token_ids, namespace)
         self._allocator.unlock(lock)
         return lock.pages
@@ -227,9 +226,8 @@ class KVCacheManager:
     def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence] = ()) -> None:
         """Give the whole pages of written `token_ids` to the prefix index, and lock them there.
 
-        What the index has already replaces the lease's own copy, which is freed
-        once nothing `pending` reads it any more: a forward that runs, or a peer
-        to whom it was announced.
+        Pages that the index already has replace the lease's own copies. A copy is freed once
+        nothing `pending` reads it: a forward that runs, or a peer to which it was announced.
         """
         self._sharing.publish(lease, token_ids, lease.pending(pending))
 
@@ -238,9 +236,9 @@ class KVCacheManager:
     ) -> bool:
         """Give the whole pages of written `token_ids` to the prefix index, as far as they are new.
 
-        For a lease that goes on: the pages of its tables stay what they are, so
-        whoever reads them, a peer included, need not know. If the index has a
-        copy of some of them already, all stay the lease's own until it is released.
+        It is for a lease that goes on. The pages of its tables do not change, so their readers, a
+        peer included, need not know. If the index has a copy of some of them already, all stay the
+        lease's own until it is released.
 
         Args:
             lease: open; every forward that is still to end begins after `token_ids`.
@@ -253,18 +251,18 @@ class KVCacheManager:
         return self._sharing.publish_settled(lease, token_ids, lease.pending(pending))
 
     def forget(self, lease: Lease, token_ids: TokenIds) -> None:
-        """Let nobody find what a lease has published of `token_ids`, nor what continues it.
+        """Make the pages of `token_ids` that a lease has published, and continuations, unfindable.
 
-        Those who have found it already go on. What the lease was opened with stays.
+        Requests that have found them already go on. Pages that the lease was opened with stay.
         """
         published = token_ids[: lease.cache_protected_len]
         self.index.forget(published, lease.found_len, lease.namespace)
 
     def forget_found(self, lease: Lease, token_ids: TokenIds, first_page: int) -> None:
-        """Let nobody find what a lease has committed of `token_ids` from a page on.
+        """Make pages that a lease has committed unfindable, from `first_page` on.
 
-        Nor what continues any of it. For what may have been wrong when the lease was opened with
-        it. Those who have found it already go on.
+        Their continuations are, too. It is for pages that may have been wrong when the lease was
+        opened with them. Requests that have found them already go on.
         """
         committed = token_ids[: lease.kv_committed_len]
         self.index.forget(committed, first_page * self.shape.page_size, lease.namespace)
@@ -279,21 +277,20 @@ class KVCacheManager:
         copied: Fence,
         pending: Sequence[Fence] = (),
     ) -> Fork | None:
-        """Open a lease for each of `holders` that continues from what `lease` has committed.
+        """Open a lease for each of `holders` that continues from the committed tokens of `lease`.
 
-        For the choices of one request, of which `lease` is one and nothing
-        special: they end in any order. All lock the whole pages, which go to
-        the prefix index, or are shared aside if there is none; the unaligned
-        last page is copied. Each may grow to `promised_tokens`. `None` if rows
-        or pages are short.
+        The leases are the choices of one request. `lease` is one of them, with no special role:
+        they end in any order. All lock the whole pages, which go to the prefix index, or to a tree
+        aside if there is none. The unaligned last page is copied. Each may grow to
+        `promised_tokens`. Returns `None` if rows or pages are short.
 
         Args:
             lease: open; its next forward is launched with the one that copies, or later.
             holders: for error messages and the history.
-            token_ids: all that `lease` has committed; their KV is written.
-            promised_tokens: that each of the new leases may come to hold.
-            copied: passes when the forward that copies has ended. Until then neither the
-                page that it reads nor those that it writes are used again, whoever ends.
+            token_ids: all tokens that `lease` has committed; their KV is written.
+            promised_tokens: the most tokens that each of the new leases may hold.
+            copied: passes when the forward that copies has ended. Until then neither the page that
+                it reads nor those that it writes are used again, whichever lease ends.
             pending: what may still read `lease`'s pages.
         """
         return self._sharing.fork(
@@ -303,7 +300,7 @@ class KVCacheManager:
     # Freed again: `close` and `free_lease` are called by `release_kv_cache` alone
 
     def close(self, lease: Lease) -> None:
-        """Decide a lease's end: from now on it cannot grow. Idempotent."""
+        """Close a lease, so that it cannot grow any more. Idempotent."""
         self._leases.close_lease(lease)
 
     def free_lease(self, lease: Lease, pending: Sequence[Fence]) -> None:
@@ -314,9 +311,9 @@ class KVCacheManager:
         self._leases.end_lease(lease, lease.pending(pending))
 
     def reclaim(self) -> int:
-        """Free what the quarantine's fences no longer protect; returns the pages freed.
+        """Free quarantined memory whose fences have passed. Returns the number of pages freed.
 
-        The one place where quarantined memory becomes free.
+        No other code frees quarantined memory.
         """
         return self._allocator.reclaim()
 
@@ -324,30 +321,30 @@ class KVCacheManager:
 
     @property
     def cache_counts(self) -> CacheCounts:
-        """What the prefix index has done so far."""
+        """The counts of the prefix index so far."""
         return self._allocator.cache_counts
 
     @property
     def quarantined_since(self) -> float | None:
-        """When the oldest quarantined memory came there, by `clock`."""
+        """The moment, by `clock`, since which the oldest memory is quarantined; `None`: none is."""
         return self._allocator.quarantined_since
 
     def quarantine_counts(self) -> dict[FenceKind, QuarantineCounts]:
-        """Pages in quarantine, and since when by `clock`, by what they wait for."""
+        """Count the pages in quarantine, and since when by `clock`, by what they wait for."""
         return self._allocator.quarantine_counts()
 
     def count_allocations(self) -> None:
-        """Count from now on how often each page is handed out, for `times_allocated`."""
+        """Start to count how often each page is handed out, for `times_allocated`."""
         self._allocator.count_allocations()
 
     def times_allocated(self, pool: int, pages: Pages) -> npt.NDArray[np.uint32]:
-        """How often each of these pages was handed out: if more often, it was written anew."""
+        """Get how often each of these pages was handed out; a higher number: it was rewritten."""
         return self._allocator.times_allocated(pool, pages)
 
     def page_counts(self) -> tuple[PoolCounts, ...]:
-        """How many pages of each pool are in each state. O(1)."""
+        """Count the pages of each pool by state. O(1)."""
         return self.audit.page_counts()
 
     def counts(self) -> tuple[PoolCounts, ...]:
-        """The counts of every pool's pages, and of the rows as the last."""
+        """List the counts of every pool's pages, and last of the rows."""
         return (*self.audit.page_counts(), self.audit.row_counts())

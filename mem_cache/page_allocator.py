@@ -1,10 +1,10 @@
 """The only code that moves a page of the device: it allocates, frees, quarantines and reclaims.
 
-These methods move pages to the free list, and nothing else does:
+Only these methods move pages to the free list:
 
 - `free`: a lease's pages that nothing reads or writes any more;
-- `free_after`: a lease's pages, at once if no fence protects them; otherwise they
-  go to quarantine, and `reclaim` frees them once the fences have passed;
+- `free_after`: a lease's pages, at once if no fence protects them; otherwise they go to
+  quarantine, and `reclaim` frees them later;
 - `_free_indexed`: pages that the prefix index evicts (in `allocate`), or that it
   keeps for no lock any longer (in `unlock`).
 """
@@ -27,7 +27,7 @@ from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex, PrefixLock
 from kvrelay.mem_cache.shape import PoolShape
 
 _STAYS: Final = {kind: rank for rank, kind in enumerate(FenceKind)}
-"""How long a reader or writer may stay, by order."""
+"""The kinds of readers and writers, ranked by how long they may stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ class Quarantined:
 
     @property
     def kind(self) -> FenceKind:
-        """What it waits for; of several fences the one that may stay longest."""
+        """The fence that it waits for; of several the one that may stay longest."""
         kinds = [fence.kind for fence in self.fences if not fence.passed()]
         return max(kinds, key=_STAYS.__getitem__, default=FenceKind.FORWARD)
 
 
 class PageAllocator:
-    """The pages of all pools, and the rows, by who owns them.
+    """The pages of all pools, and the rows, with their owners.
 
     Lists by pool are in the order of `pools`.
 
     Args:
         pools: their shapes.
-        rows: of which it frees those of released leases.
+        rows: the rows, freed here after their leases.
         index: the prefix index, from which it evicts when free pages are short.
         clock: seconds, monotonic; only ever used to report an age.
     """
@@ -82,27 +82,27 @@ class PageAllocator:
         self._clock = clock
 
     def available(self, pool: int) -> int:
-        """Pages of a pool that `allocate` could hand out: free ones, and those it could evict."""
+        """Count the pages of a pool that `allocate` could hand out: free and evictable ones."""
         return len(self.accounts[pool].free_pages) + self._index.evictable(pool)
 
     def count_allocations(self) -> None:
-        """Count from now on how often each page is handed out, for `times_allocated`."""
+        """Start to count how often each page is handed out, for `times_allocated`."""
         for account in self.accounts:
             account.count_allocations()
 
     def times_allocated(self, pool: int, pages: Pages) -> npt.NDArray[np.uint32]:
-        """How often each of these pages was handed out: if more often, it was written anew."""
+        """Get how often each of these pages was handed out; a higher number: it was rewritten."""
         times = self.accounts[pool].times_allocated
         assert times is not None, "allocations are not counted"
         return times[pages]
 
     @property
     def quarantined_since(self) -> float | None:
-        """When the oldest quarantined memory came there, by the clock; `None` if there is none."""
+        """The time, by the clock, since when the oldest memory is quarantined; `None`: none."""
         return min((entry.since for entry in self.quarantine), default=None)
 
     def quarantine_counts(self) -> dict[FenceKind, QuarantineCounts]:
-        """What is in quarantine, by what it waits for; what nothing waits for is left out."""
+        """Count the pages in quarantine by what they wait for; kinds without pages are left out."""
         counts: dict[FenceKind, QuarantineCounts] = {}
         for entry in self.quarantine:
             kind = entry.kind
@@ -116,7 +116,7 @@ class PageAllocator:
     # Leases
 
     def allocate(self, pool: int, shares: Shares) -> Pages:
-        """Hand out pages to leases, evicting for them; as many must be `available`."""
+        """Hand out pages to leases, evicting for them. Enough pages must be `available`."""
         wanted = sum([number for _, number in shares])
         missing = wanted - len(self.accounts[pool].free_pages)
         if missing > 0:
@@ -140,14 +140,14 @@ class PageAllocator:
         row: int | None = None,
         lock: PrefixLock | None = None,
     ) -> None:
-        """Free a lease's pages when all fences have passed: until then they are in quarantine.
+        """Free a lease's pages when all fences have passed; until then they are in quarantine.
 
         Args:
             pending: fences that have not passed; if there are none, all is freed at once.
             holder: of the lease.
-            pages: for each pool those to be freed.
-            row: to be freed with them, as the last.
-            lock: on a prefix, to be ended with them.
+            pages: for each pool the pages to free.
+            row: the row to free with them, as the last.
+            lock: the lock on a prefix to end with them.
         """
         freed = tuple(pages)
         target = Owner.QUARANTINE if pending else Owner.FREE
@@ -163,7 +163,7 @@ class PageAllocator:
             self.quarantine.append(entry)
 
     def reclaim(self) -> int:
-        """Free what no fence protects any more; returns the number of pages freed."""
+        """Free memory whose fences have all passed. Returns the number of pages freed."""
         if not self.quarantine:
             return 0
         freed, waiting = 0, []
@@ -190,13 +190,13 @@ class PageAllocator:
             self.lease_pages[pool] -= len(pages)
 
     def unlock(self, lock: PrefixLock) -> None:
-        """End one lock on the prefix index, and free what it lets go of for that."""
+        """End one lock on the prefix index, and free the pages that it lets go of."""
         for pool, pages in enumerate(self._index.unlock(lock)):
             if len(pages):
                 self._free_indexed(pool, pages)
 
     def unlock_pool(self, lock: PrefixLock, pool: int) -> PrefixLock:
-        """End a lock in one pool, free what the index lets go of, and return what is left of it."""
+        """End a lock in one pool, free pages that the index lets go of, and return the rest."""
         left, gone = self._index.unlock_pool(lock, pool)
         for number, pages in enumerate(gone):
             if len(pages):
@@ -206,14 +206,14 @@ class PageAllocator:
     # Sessions
 
     def move_to_session(self, lease: Lease) -> None:
-        """Make all that a lease owns, and its row, a session's."""
+        """Move all that a lease owns, and its row, to a session."""
         self.session_rows += 1
         for pool, number in enumerate(self._move_all(lease, Owner.LEASE, Owner.SESSION)):
             self.session_pages[pool] += number
             self.lease_pages[pool] -= number
 
     def move_from_session(self, lease: Lease) -> None:
-        """Make all that a session's lease owns, and its row, a request's again."""
+        """Move all that a session's lease owns, and its row, back to a request."""
         self.session_rows -= 1
         for pool, number in enumerate(self._move_all(lease, Owner.SESSION, Owner.LEASE)):
             self.session_pages[pool] -= number
@@ -222,7 +222,7 @@ class PageAllocator:
     # Inside
 
     def _move_all(self, lease: Lease, source: Owner, target: Owner) -> list[int]:
-        """Move a lease's own pages; returns for each pool how many they are."""
+        """Move a lease's own pages. Returns their number for each pool."""
         numbers = []
         for pool, account in enumerate(self.accounts):
             pages = lease.own_pages(pool)

@@ -1,4 +1,4 @@
-"""Pools of the host in pinned memory, which a GPU copies from and to by itself."""
+"""Pools of the host in pinned memory, from and to which a GPU copies by itself."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 class PinnedPools:
     """Pools of the host, pinned from the constructor to `close`.
 
-    Pin them before NIXL registers them: UCX pins the host's memory itself where nobody has, until
-    the agent ends that has registered it, and memory is not pinned twice.
+    Pin them before NIXL registers them. UCX pins host memory that is not pinned yet, until the
+    agent that registered it ends, and memory cannot be pinned twice.
 
     Args:
         pools: of the host.
-        pinning: of the device that copies; None: it is the host itself, and nothing is pinned.
+        pinning: of the device that copies; None: the host copies, and nothing is pinned.
 
     Raises:
-        RuntimeError: they cannot all be pinned; none is then.
+        RuntimeError: they cannot all be pinned; then none is.
     """
 
     def __init__(self, pools: Sequence[KVPool], pinning: Pinning | None) -> None:
@@ -42,11 +42,11 @@ class PinnedPools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are pinned now."""
+        """The number of bytes that are pinned now."""
         return sum(pool.nbytes for pool in self._pinned)
 
     def close(self) -> None:
-        """Let go of all that is pinned. Copies must have ended. Logs what the device refuses."""
+        """Unpin all memory. Copies must have ended. Errors of the device are logged."""
         while self._pinned:
             pool = self._pinned.pop()
             assert self._pinning is not None, "nothing is pinned without it"

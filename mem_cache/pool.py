@@ -11,20 +11,20 @@ import torch
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 
 HUGE_PAGE = 2 << 20
-"""Of the host's memory; not a page of the pool."""
+"""The size of a huge page of the host's memory; not of a page of the pool."""
 
 
 class KVPool:
     """A device's paged KV memory, allocated once and never freed while the process lives.
 
-    (A peer may still read it: memory that is registered for transfers and then
-    freed can kill the process that owned it.)
+    (A peer may still read it: memory that is registered for transfers and then freed can kill the
+    process that owned it.)
 
     Args:
         geometry: of its pages.
         total_pages: of the pool.
-        device: where its memory is.
-        reserved_pages: the last ones of these, which never belong to a request.
+        device: the device that has its memory.
+        reserved_pages: the number of last pages that never belong to a request.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class KVPool:
         self.data = _allocate(shape, g.dtype, device).zero_()
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's pages, ``[pages, parts, kv_heads, page_size, head_dim]``, a view.
+        """View one layer's pages, ``[pages, parts, kv_heads, page_size, head_dim]``.
 
         The strides depend on the page order; the shape does not.
         """
@@ -58,20 +58,20 @@ class KVPool:
 
     @property
     def address(self) -> int:
-        """Where the pool starts in its device's memory."""
+        """The address of the pool in its device's memory."""
         return self.data.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole pool in bytes."""
+        """The size of the whole pool in bytes."""
         return self.data.numel() * self.data.element_size()
 
 
 def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialized; a host's memory is in huge pages.
+    """Allocate uninitialized memory; a host's memory is in huge pages.
 
-    Pages lie scattered: with small ones most of the copies and reads of 16 KiB begin with a
-    miss in the TLB.
+    Pages are used in no order. With small ones most copies and reads of 16 KiB would begin with a
+    TLB miss.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -79,9 +79,9 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def allocate_huge_pages(nbytes: int) -> torch.Tensor:
-    """``[nbytes]`` uint8 of the host, uninitialized, from the start of a huge page on.
+    """Allocate ``[nbytes]`` uint8 of the host, uninitialized, from the start of a huge page.
 
-    In huge pages where the system has them on request: numpy asks for them and torch does not.
+    It is in huge pages if the system gives them on request: numpy requests them, torch does not.
     """
     memory = np.empty(nbytes + HUGE_PAGE, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE

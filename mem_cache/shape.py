@@ -22,7 +22,7 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """All pools. Where a method takes a pool, it is the pool's number in `pools`."""
+    """The shape of all pools. A method's `pool` is the pool's number in `pools`."""
 
     pools: tuple[PoolShape, ...]
     page_size: int
@@ -41,24 +41,24 @@ class CacheShape:
         return tuple(pool.window is not None for pool in self.pools)
 
     def pages_for(self, tokens: Tokens) -> Tokens:
-        """Pages that hold `tokens` tokens."""
+        """Compute the pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def most_pages(self, pool: int, tokens: int) -> int:
-        """Pages of a pool that a lease of `tokens` tokens ever has at the same time."""
+        """Compute the most pages of a pool that a lease of `tokens` tokens has at a time."""
         pages, window = self.pages_for(tokens), self.pools[pool].window
         if window is None:
             return pages
         return min(pages, window_pages(window, self.page_size, self.ahead))
 
     def pages_behind(self, pool: int) -> int:
-        """Pages of a window pool that a token at the start of a page sees before it."""
+        """Count the pages of a window pool that a token at the start of a page sees before it."""
         window = self.pools[pool].window
         assert window is not None, "it sees all of them"
         return self.pages_for(window - 1)
 
     def first_page_seen(self, pool: int, position: int) -> int:
-        """The first page of a pool that is needed to continue at the page of `position`.
+        """Find the first page of a pool that is needed to continue at the page of `position`.
 
         A token at the start of that page sees no page of the pool before it.
         """
@@ -69,10 +69,10 @@ class CacheShape:
 
 
 def window_pages(window: int, page_size: int, ahead: int) -> int:
-    """Pages of a window pool that a lease ever has at the same time.
+    """Compute the most pages of a window pool that a lease ever has at the same time.
 
-    From the page of the first token that the next one sees, were it the first
-    of its page, to the page of the last of `ahead` tokens from the next one on.
+    The first is the page of the first token that the next one sees, were that the first of its
+    page. The last is the page of the last of `ahead` tokens from the next one on.
     """
     behind = -(-(window - 1) // page_size)
     return behind + (page_size + ahead - 2) // page_size + 1

@@ -1,10 +1,9 @@
 """A smaller model that proposes the next tokens of its target.
 
-Speculative decoding by Leviathan and others 2023 (arXiv 2211.17192) and Chen
-and others 2023 (arXiv 2302.01318), but that `verify` accepts a draft only if it is
-the token that the target samples. The draft model samples with the target's own
-parameters, seed and positions, so that where the two distributions are alike
-their draws are, too.
+Speculative decoding is by Leviathan and others 2023 (arXiv 2211.17192) and Chen and others 2023
+(arXiv 2302.01318). Here `verify` accepts a draft only if it is the token that the target samples.
+The draft model samples with the target's own parameters, seed and positions. So where the two
+distributions are alike, their draws are alike, too.
 """
 
 from __future__ import annotations
@@ -45,45 +44,44 @@ class DraftRequest:
     """A sequence whose next tokens are to be guessed."""
 
     row: SamplingRow
-    """What its next token depends on, as the target will sample it."""
+    """The inputs of its next token's choice, as the target will sample it."""
     new_ids: Sequence[int]
-    """Its last tokens, all those whose draft KV is not written yet; at least one."""
+    """Its last tokens: all whose draft KV is not written yet; at least one."""
     count: int
     """Tokens to guess; 0 only writes the KV of `new_ids`."""
 
     @property
     def kv_len(self) -> int:
-        """Tokens whose draft KV is written."""
+        """The tokens whose draft KV is written."""
         return self.row.position - len(self.new_ids)
 
     @property
     def kv_end(self) -> int:
-        """Tokens whose draft KV is written once all are guessed: the last guess's is not."""
+        """The tokens whose draft KV is written once all are guessed; the last guess's is not."""
         return self.row.position + max(0, self.count - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftProposal:
-    """The tokens proposed for a `DraftRequest`, and how far its draft KV goes."""
+    """The tokens proposed for a `DraftRequest`, and the extent of its draft KV."""
 
     token_ids: Sequence[int]
-    """As many as were asked for; fewer if the draft model's logits are not finite."""
+    """The proposed tokens; fewer than were asked for if the draft model's logits are not finite."""
     kv_len: int
-    """Tokens whose draft KV is written: `token_ids` included, but for their last.
+    """The tokens whose draft KV is written: those before `token_ids`, and these but for their last.
 
-    Of these, the ones that the target does not keep are to be written again.
-    So once it has kept `n` tokens in all, the last of which it has not run yet,
-    ``min(kv_len, n - 1)`` count: two are new if it kept every guess, else one.
+    KV of tokens that the target does not keep is to be written again. Say that the target has kept
+    `n` tokens in all, and has not run the last of them yet. Then ``min(kv_len, n - 1)`` tokens have
+    valid draft KV. Two tokens are new to the draft model if every guess was kept, else one.
     """
 
 
 class DraftModel:
-    """Runs beside its target, over pools of its own behind the same page size and leases.
+    """A draft model beside its target, over its own pools with the same page size and leases.
 
-    Its prompts are run chunk by chunk like the target's (`forward`), so that its
-    KV of the whole prompt is there; from then on it writes what it is given to
-    `propose`. A window pool's pages must stay as long as the draft model, which
-    may be a token behind the target, looks at them.
+    `forward` runs its prompts chunk by chunk like the target's, so that it has KV of the whole
+    prompt. From then on `propose` writes the KV of the tokens that it is given. A window pool's
+    pages must stay as long as the draft model reads them; it may be a token behind the target.
 
     Args:
         model_path: a checkpoint of any supported architecture with the target's vocabulary.
@@ -95,12 +93,12 @@ class DraftModel:
         capture: see `ModelRunner`.
         attention_splits: see `ModelRunner`.
         on_read: see `ModelRunner`.
-        kernel_threads: the target's.
+        kernel_threads: the target's threads.
 
     Raises:
         CheckpointError: the files are not usable.
-        UnsupportedOptionError: an unknown dtype or device, a device that is not there, or
-            attention that cannot be computed so.
+        UnsupportedOptionError: an unknown dtype or device, a device that does not exist, or
+            attention that cannot be computed with these options.
     """
 
     def __init__(
@@ -132,11 +130,11 @@ class DraftModel:
         )
         self.config = self._runner.config
         self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))
-        """Hash of configuration and weights."""
+        """The hash of configuration and weights."""
         self._page_size = 0
 
     def check_vocab(self, target: ModelConfig) -> None:
-        """Raise `CheckpointError` unless the target has as many tokens."""
+        """Raise `CheckpointError` unless the target's vocabulary has the same size."""
         if self.config.vocab_size != target.vocab_size:
             raise CheckpointError(
                 f"{self._path / 'config.json'}: vocab_size of a draft model must be its "
@@ -155,40 +153,40 @@ class DraftModel:
         self._page_size = pools[0].geometry.page_size
 
     def warm_up(self) -> None:
-        """Compile and load what a first forward would have to. May take seconds."""
+        """Compile and load what a first forward needs. May take seconds."""
         self._runner.warm_up()
 
     def capture_graphs(self) -> None:
-        """Capture the CUDA graphs over the bound pools, once all is warm. May take a minute."""
+        """Capture the CUDA graphs over the bound pools, after `warm_up`. May take a minute."""
         self._runner.capture_graphs()
 
     def run_largest(self, chunk_tokens: int, rows: int, longest: int) -> None:
-        """Compute what takes as much memory as any forward; see `ModelRunner.run_largest`."""
+        """Run the forwards that take the most memory; see `ModelRunner.run_largest`."""
         for context in self._runner.largest_contexts(longest):
             self._runner.run_largest(chunk_tokens, rows, context)
 
     def capture_on_scratch(self) -> object:
-        """See `ModelRunner`."""
+        """Capture the CUDA graphs over scratch pages; see `ModelRunner.capture_on_scratch`."""
         return self._runner.capture_on_scratch()
 
     @property
     def scratch_part(self) -> float:
-        """See `ModelRunner`."""
+        """The scratch bytes a pool byte; see `ModelRunner.scratch_part`."""
         return self._runner.scratch_part
 
     def forward(self, batch: ForwardBatch) -> None:
-        """Write the draft KV of a batch of the target's; it is there when this returns."""
+        """Write the draft KV of a batch of the target's; it is written when this returns."""
         self._runner.forward(replace(batch, logit_rows=_NO_ROWS))
 
     def propose(
         self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]
     ) -> list[DraftProposal]:
-        """Guess each sequence's next tokens; as many forwards as the most are asked for.
+        """Guess each sequence's next tokens, in as many forwards as the largest count asked for.
 
         Args:
-            sequences: `B` of them.
-            page_tables: ``[B, max_pages]`` for each pool, the target's may be there too,
-                with pages for the tokens up to `DraftRequest.kv_end`.
+            sequences: the `B` sequences.
+            page_tables: ``[B, max_pages]`` for each pool, with pages for the tokens up to
+                `DraftRequest.kv_end`. The target's tables may stand before the draft model's.
         """
         if not sequences:
             return []
@@ -212,7 +210,7 @@ class DraftModel:
     def _check_tables(
         self, sequences: Sequence[DraftRequest], tables: Sequence[Int32Array]
     ) -> None:
-        """Assert that every page to be written is there: -1 would index the pool's last."""
+        """Assert that every page to be written exists: -1 would index the pool's last page."""
         assert self._page_size, "bind pools first"
         assert all(one.new_ids and one.kv_len >= 0 for one in sequences)
         last_pages = np.array([(one.kv_end - 1) // self._page_size for one in sequences])
@@ -225,7 +223,7 @@ class DraftModel:
         tables: tuple[Int32Array, ...],
         asked: Sequence[int],
     ) -> torch.Tensor:
-        """Write what is new of every sequence; the logits of those that are asked for guesses."""
+        """Write the new KV of every sequence; return logits of those in `asked`."""
         query_start = np.cumsum([0, *(len(one.new_ids) for one in sequences)])
         batch = ForwardBatch(
             input_ids=np.concatenate([np.asarray(one.new_ids, np.int64) for one in sequences]),
@@ -246,7 +244,7 @@ class DraftModel:
         tables: Sequence[Int32Array],
         going: Sequence[int],
     ) -> torch.Tensor:
-        """Logits after one more token of each sequence that goes on."""
+        """The logits after one more token of each sequence that goes on."""
         count = len(going)
         positions = np.array(kv_lens, np.int64)
         batch = ForwardBatch(
@@ -266,7 +264,7 @@ class DraftModel:
         guesses: Sequence[list[int]],
         asked: Sequence[int],
     ) -> list[int]:
-        """Add a guess to each sequence that was `asked` for one; those that want another."""
+        """Add a guess to each sequence in `asked`; return those that want another."""
         firsts = [sequences[index].row for index in asked]
         rows = [
             first if first.is_argmax else first.after(guesses[index])
@@ -282,7 +280,7 @@ class DraftModel:
 
 
 def _sample_token_ids(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
-    """A token for each row of logits, on their device or the host; None where there is none."""
+    """A token for each row of logits, sampled on their device or the host; None: it has none."""
     if samples_on(logits.device):
         tokens = sample_on_device(logits, rows, logprobs=False)
         return [one.token_id if isinstance(one, SampledToken) else None for one in tokens]

@@ -25,7 +25,7 @@ class UnsupportedOptionError(ModelRunnerError):
 
 
 class DependencyError(ModelRunnerError):
-    """A package's inner workings, which are used here, are not what they were: one line."""
+    """The inner workings of a package, which are used here, have changed: one line."""
 
 
 class NonFiniteLogitsError(ModelRunnerError):

@@ -1,4 +1,4 @@
-"""A model on a device, run batch by batch over its pools: what the engine uses of model_runner."""
+"""A model on a device, run batch by batch over its pools: the engine's way into this room."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ from kvrelay.model_runner.layers.linear import LinearFactory, PanelLinear
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
 _WARM_UP_CHUNK = 32
-"""Tokens: more than a backend computes one by one."""
+"""The tokens of a warm-up chunk: more than a backend computes one by one."""
 
 
 class ModelRunner:
-    """Loads a checkpoint and runs forwards, one at a time, on whichever thread calls.
+    """A loaded checkpoint that runs forwards, one at a time, on the calling thread.
 
     Args:
         model_path: a folder with config.json and safetensors.
         dtype: bfloat16, float16, float32 or float64; the checkpoint's own does not matter.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on.
         threads: CPU threads of a forward, set for the whole process; None leaves torch's own.
-        kernel_threads: those of kernels of ours, if another model shares them.
-        draft: it is the model of a `DraftModel`, whose pools come after its target's.
+        kernel_threads: the threads of our kernels, if another model shares them.
+        draft: the model is that of a `DraftModel`, whose pools come after its target's.
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
-            beside it and in whatever chunks: prompts of a thousand tokens take 1.8 times as long,
-            steps a few percent longer.
-        attention: what computes attention.
+            beside it and in whatever chunks. Prompts of a thousand tokens then take 1.8 times as
+            long, steps a few percent longer.
+        attention: the backend that computes attention.
         attention_splits: how FlashInfer divides a sequence's KV.
-        kv_dtype: what pages store keys and values in.
-        graphs: of steps of decode; None: there are none.
-        capture: records a graph.
+        kv_dtype: the dtype of keys and values in pages.
+        graphs: the CUDA graphs of steps of decode; None: there are none.
+        capture: makes the recorder of graphs.
         on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:
         CheckpointError: the files are not usable.
-        UnsupportedOptionError: an unknown dtype or device, a device that is not there, one
-            that is not batch invariant, or attention that cannot be computed so.
+        UnsupportedOptionError: a dtype or device is unknown, does not exist here or is not batch
+            invariant, or attention cannot be computed with these options.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ModelRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         self.kernel_threads = kernel_threads or KernelThreads()
-        """How many threads of a forward's kernels: of ours, not of torch's own operations."""
+        """The threads of our kernels in a forward; torch's own operations have others."""
         path = Path(model_path)
         self.config = read_config(path)
         self.dtype = parse_dtype(dtype)
@@ -100,7 +100,7 @@ class ModelRunner:
         self._draft = draft
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
         heads = self.config.attention
-        # Before the weights: what cannot be computed is refused at once.
+        # Before the weights, so that unsupported options are refused at once.
         self._attention = AttentionFactory(
             attention,
             self.make_geometries(1 if graphs is None else graphs.page_size),
@@ -136,29 +136,29 @@ class ModelRunner:
                 self.kernel_threads,
             )
         self.config_digest = object_digest(self.config)
-        """Hash of the configuration as it was understood."""
+        """The hash of the configuration as it was understood."""
         self.weights_digest = checkpoint.digest
-        """Hash of every byte of the weights, in this dtype, or in the checkpoint's FP8."""
+        """The hash of every byte of the weights, in this dtype, or in the checkpoint's FP8."""
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
 
     @property
     def dummy_pages(self) -> int:
-        """Pages at a pool's end that no request may have: what pads a graph is written there."""
+        """The pages at a pool's end for a graph's padding; no request may have them."""
         return 0 if self._graph_options is None else 1
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether most of a prompt's time are kernels of ours, which threads can share.
+        """Whether most of a prompt's time is spent in our kernels, which threads can share.
 
-        Then more of them are faster, and what is computed is the same to the last bit.
+        More threads are then faster, and results are the same to the last bit.
         """
         is_own = PanelLinear.runs(self.device, self.dtype)
         return is_own and self._attention.choice is AttentionChoice.CPU
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a sequence, prompt and output."""
+        """The most tokens of a sequence, prompt and output together."""
         return self.config.max_model_len
 
     def make_geometries(
@@ -166,9 +166,9 @@ class ModelRunner:
     ) -> tuple[KVGeometry, ...]:
         """The pages that this model needs, one geometry a pool.
 
-        Layers that see everything share the first pool, those with a window
-        another; a model that has only one kind has one pool. A batch's page
-        tables are in the same order, a draft model's after its target's.
+        Layers with full attention share the first pool, those with a window another. A model that
+        has only one kind has one pool. A batch's page tables are in the same order, a draft model's
+        after its target's.
         """
         heads = self.config.attention
         return tuple(
@@ -197,12 +197,12 @@ class ModelRunner:
         self._graphs = None
 
     def capture_graphs(self) -> None:
-        """Capture the CUDA graphs over the bound pools, once all is warm. May take a minute."""
+        """Capture the CUDA graphs over the bound pools, after `warm_up`. May take a minute."""
         if self._graph_options is not None:
             self._graphs = self._capture(self._pools, self._backends)
 
     def warm_up(self) -> None:
-        """Compile and load what a first forward would have to. May take seconds.
+        """Compile and load what a first forward needs. May take seconds.
 
         Runs over small pools of its own: the bound pools' pages are not touched.
         """
@@ -218,29 +218,30 @@ class ModelRunner:
                 wait_for_device(self.device)  # before the next plan
 
     def _warm_up_chunk(self) -> int:
-        """Tokens of a chunk that no backend computes as it computes a few."""
+        """The tokens of a chunk that each backend computes as a long one."""
         expanding = [one for one in self._backends if isinstance(one, SplittingAttention)]
         return max([_WARM_UP_CHUNK, *(one.least_new_tokens for one in expanding)])
 
     def largest_contexts(self, longest: int) -> tuple[int, ...]:
-        """Tokens of sequences, `longest` at most, of which a chunk takes the most memory.
+        """The context lengths, up to `longest`, with which a chunk takes the most memory.
 
-        What is computed of latents is no more for a long context: keys and values are made of
-        contexts that are short enough.
+        Keys and values are made of latents only for contexts that are short enough. So the longest
+        such
+        context is one of them.
         """
         made = self._attention.most_expanded_tokens
         return (longest, made, longest) if 0 < made < longest else (longest, longest)
 
     def run_largest(self, chunk_tokens: int, rows: int, context: int) -> torch.Tensor:
-        """Compute a batch that takes as much memory as any, over scratch pages of its own.
+        """Compute a batch that takes as much memory as any, over its own scratch pages.
 
-        Pools need not be bound. A step has more rows of logits only than this if it has more rows.
+        Pools need not be bound. A step has more rows of logits than this only if it has more rows.
 
         Args:
-            chunk_tokens: at the end of a prompt of `context` tokens, and of others if that is
-                less. All are scored.
-            rows: sequences beside it, of a token each.
-            context: tokens of the longest sequence.
+            chunk_tokens: the tokens at the end of a prompt of `context` tokens; of several prompts
+                if `context` is less. All are scored.
+            rows: the sequences beside it, of one token each.
+            context: the tokens of the longest sequence.
 
         Returns:
             ``[chunk_tokens + rows, vocab_size]`` logits.
@@ -265,7 +266,7 @@ class ModelRunner:
         return logits
 
     def capture_on_scratch(self) -> object:
-        """Capture the CUDA graphs over scratch pages: what they take, as long as it is kept."""
+        """Capture the CUDA graphs over scratch pages; the result holds their memory."""
         options = self._graph_options
         if options is None:
             return None
@@ -277,20 +278,20 @@ class ModelRunner:
 
     @property
     def scratch_part(self) -> float:
-        """Bytes beside pools for each of theirs, at most, if a step reads all of their pages."""
+        """The most scratch bytes for each byte of the pools, if a step reads all of their pages."""
         geometries = self.make_geometries(1)
         return max(self._attention.scratch_page_bytes(one) / one.page_bytes for one in geometries)
 
     def _scratch_geometries(self) -> tuple[KVGeometry, ...]:
-        """Of pools that no request uses; bound ones' own, if there are."""
+        """The geometries of scratch pools; those of the bound pools, if there are any."""
         if self._pools:
             return tuple(pool.geometry for pool in self._pools)
         return self.make_geometries(_WARM_UP_CHUNK)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """`launch`, and wait: the keys and values are there when it returns."""
+        """Call `launch` and wait: keys and values are written when this returns."""
         logits = self.launch(batch)
-        # Launched is not done: peers read pages as soon as this returns.
+        # Wait until it has run: peers read pages as soon as this returns.
         wait_for_device(self.device)
         return logits
 
@@ -298,7 +299,7 @@ class ModelRunner:
         """Write the batch's keys and values to the bound pools, by work on the current stream.
 
         A device may still run when this returns. The next but one may be launched only when this
-        one has run: plans of two are kept apart.
+        one has run: there is memory for two plans.
 
         Args:
             batch: may have the tables of a target's and of its draft model's pools: each
@@ -314,7 +315,7 @@ class ModelRunner:
             return self._decoder.forward(own, self._backends) if logits is None else logits
 
     def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:
-        """Those of this model's pools among a batch's: a target's come first, a draft's last."""
+        """The tables of this model's pools in a batch: a target's are first, a draft's last."""
         count = len(self.config.pool_windows)
         assert len(page_tables) >= count
         return tuple(page_tables[-count:] if self._draft else page_tables[:count])
@@ -347,7 +348,7 @@ class ModelRunner:
         return graphs
 
     def _read_kv_scales(self, checkpoint: Checkpoint) -> list[list[KVScale]]:
-        """Of each pool's layers; none if pages are not in FP8."""
+        """The scales of each pool's layers; empty if pages are not in FP8."""
         num_layers = len(self.config.layers)
         scales: list[list[KVScale]] = [[] for _ in self.config.pool_windows]
         if self._kv_dtype is not FP8:
@@ -359,14 +360,14 @@ class ModelRunner:
         return scales
 
     def _make_graph_logits(self, options: GraphOptions | None) -> torch.Tensor | None:
-        """What all graphs write, allocated before pools are."""
+        """The logits that all graphs write, allocated before pools are."""
         if options is None:
             return None
         shape = (options.sizes.largest, self.config.vocab_size)
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def _graph_room(self, options: GraphOptions | None) -> GraphRoom | None:
-        """What graphs need; raises `UnsupportedOptionError` where there can be none."""
+        """The sizes of graphs; raises `UnsupportedOptionError` where there can be no graphs."""
         if options is None:
             return None
         if any(layer.moe is not None for layer in self.config.layers):
@@ -380,12 +381,12 @@ class ModelRunner:
 
 
 def _split(tokens: int, most: int) -> list[int]:
-    """Parts of `most` tokens, and what is left."""
+    """`tokens` divided into parts of `most`, and one of the rest."""
     return [min(most, tokens - start) for start in range(0, tokens, most)]
 
 
 def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBatch:
-    """Sequences that begin with `new_tokens` tokens, each with pages of its own."""
+    """A batch of new sequences of `new_tokens` tokens, each with pages of its own."""
     pages_each = pools[0].geometry.pages_for(max(new_tokens))
     page_table = np.arange(len(new_tokens) * pages_each, dtype=np.int32)
     query_start = np.concatenate(([0], np.cumsum(new_tokens))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Dtypes and devices: their names, as people write them, made into torch's; copies, and waiting."""
+"""Dtypes and devices by the names that people write; copies to devices, and waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def parse_device(name: str) -> torch.device:
-    """The torch device that `name` means on this machine; of ``cuda`` the first."""
+    """The torch device that `name` means on this machine; ``cuda`` is the first one."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -72,6 +72,6 @@ def copy_array(array: npt.NDArray[Any], target: torch.Tensor) -> None:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Return when all that was launched on the current stream is done; a CPU launches nothing."""
+    """Wait until all work launched on the current stream is done; a CPU launches nothing."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Addresses as processes tell them to each other: ``host:port``."""
+"""Addresses in the form ``host:port``, as processes tell them to each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def host_port(host: str, port: int) -> str:
-    """A host and a port in one text, which gRPC and URLs take; IPv6 stands in brackets."""
+    """Join a host and a port to the form that gRPC and URLs take; IPv6 stands in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

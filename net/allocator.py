@@ -1,6 +1,6 @@
-"""What the C library does with memory that a process frees.
+"""Settings of the C library for memory that a process frees.
 
-By itself, glibc keeps much of what large messages took, and the process stays several times as
+By default, glibc keeps much of the memory of large messages, and the process stays several times as
 large as they are. Other C libraries have no such settings, and stay as they are.
 """
 
@@ -17,10 +17,11 @@ TRIM_SECONDS: Final = 0.5
 
 
 def return_large_blocks() -> None:
-    """Lets a block of `LARGE_BYTES` or more go back to the system when it is freed.
+    """Let a block of `LARGE_BYTES` or more go back to the system when it is freed.
 
-    This holds for the whole process. Otherwise the first such block that is freed has glibc keep
-    those of up to 32 MiB, between others, in one heap for each few threads.
+    This holds for the whole process. By default, the first free of such a block makes glibc raise
+    its bound to up to 32 MiB. It then keeps blocks below the bound in heaps that a few threads
+    share.
     """
     mallopt = _c_function("mallopt", ctypes.c_int, ctypes.c_int)
     if mallopt is not None:
@@ -28,10 +29,10 @@ def return_large_blocks() -> None:
 
 
 class Trimmer:
-    """Returns what is free between blocks that are in use to the system, in a thread.
+    """A trim of the heap on request: free memory between used blocks returns to the system.
 
-    gRPC receives a large message in many small pieces, of which none goes back by itself. Call it
-    on one event loop.
+    It runs in a thread. gRPC receives a large message in many small pieces, none of which goes back
+    by itself. Call it on one event loop.
     """
 
     def __init__(self) -> None:
@@ -39,19 +40,19 @@ class Trimmer:
         self._is_due = False
 
     def trim_soon(self) -> None:
-        """Trims once, after `TRIM_SECONDS`, however often this is called before."""
+        """Trim once, after `TRIM_SECONDS`, however often this is called before."""
         if self._trim is not None and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(TRIM_SECONDS, self._begin)
 
     def _begin(self) -> None:
-        self._is_due = False  # what is freed from now on, this time may miss
+        self._is_due = False  # the trim may miss what is freed from now on
         with contextlib.suppress(RuntimeError):  # the loop ends: its threads take no more work
             asyncio.get_running_loop().run_in_executor(None, self._trim, 0)
 
 
 def _c_function(name: str, *argtypes: type[Any]) -> Any:
-    """A function of the C library, which lets other threads run; None: it has none."""
+    """A function of the C library, which releases the GIL; None: the library has none."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function.argtypes = argtypes

@@ -8,19 +8,19 @@ from typing import Final
 Options = list[tuple[str, int]]
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Of a message between router and workers; well above what a router takes from a client."""
+"""The largest message between router and workers; well above what a router takes from a client."""
 KEEPALIVE_MS: Final = 20_000
-"""Either end pings a connection that was silent for so long, whether or not a call is open."""
+"""Either end pings a connection that was silent for this time, with or without an open call."""
 KEEPALIVE_TIMEOUT_MS: Final = 20_000
-"""If the answer takes longer, the connection and its streams end.
+"""The time within which a ping must be answered; else the connection and its streams end.
 
 This finds a host or a network that fails silently, within 40 s. A process that dies is found
 at once, because its socket closes, and its supervisor finds a process that hangs.
 """
 HANDSHAKE_TIMEOUT_MS: Final = 10_000
-"""A server hangs up on who has connected and does not begin to speak gRPC, or TLS, within it."""
+"""A server hangs up on a peer that does not begin to speak gRPC, or TLS, within this time."""
 IDLE_CLIENT_MS: Final = 60_000
-"""A router hangs up on a client without a call; it connects again by itself with its next one."""
+"""A router hangs up on a client after this time without a call; its next call reconnects."""
 _LEAST_PING_INTERVAL_MS: Final = KEEPALIVE_MS // 2
 """A server ends connections that ping more often. gRPC's own bound is 5 minutes."""
 
@@ -65,5 +65,5 @@ def server_options(most_bytes: int, *, internal: bool) -> Options:
 
 
 def most_connections() -> int:
-    """That a server takes: half of the files that the process may open; it needs the others."""
+    """The most connections of a server: half of the files that the process may open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2

@@ -18,12 +18,12 @@ def worker_channel(
     credentials: CurrentTls | None,
     most_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel to a worker, with the certificates of this moment; else in plain text.
+    """A channel to a worker, with the certificates of this moment; without credentials, plain text.
 
     Args:
         address: host:port.
         credentials: from `worker_credentials`.
-        most_bytes: of one message, each way.
+        most_bytes: the largest message, each way.
     """
     join_wakeups(asyncio.get_running_loop())
     options = channel_options(most_bytes)
@@ -54,8 +54,8 @@ def front_server(
     the system allows.
 
     Args:
-        most_bytes: of one message.
-        interceptors: are asked before a call's message is received.
+        most_bytes: the largest message.
+        interceptors: called before a call's message is received.
     """
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
@@ -65,7 +65,7 @@ def front_server(
 
 
 def bind(server: grpc.aio.Server, address: str, files: TlsFiles | None) -> int:
-    """Opens a listener, with TLS if there are files, now and as they change; returns its port.
+    """Open a listener; return its port. With files, it uses TLS and follows their changes.
 
     Raises:
         OSError: the port is in use, or a file cannot be read.

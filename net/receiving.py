@@ -15,20 +15,20 @@ from google.protobuf.message import DecodeError
 from kvrelay.net.allocator import LARGE_BYTES, Trimmer
 
 MOST_RECEIVING: Final = 64
-"""Messages that arrive at the same time. One more ends the call that has waited the longest."""
+"""The most messages that arrive at the same time. One more ends the call that waited longest."""
 RECEIVE_SECONDS: Final = 20.0
-"""For a message to arrive."""
+"""Time for a message to arrive."""
 
 
 class Receipts:
-    """Messages that arrive at the same time: at most `MOST_RECEIVING`, each in its time."""
+    """Messages that arrive at the same time: at most `MOST_RECEIVING`, each within a time."""
 
     def __init__(self) -> None:
         self._receiving: dict[asyncio.Timeout, None] = {}  # the oldest first
 
     @contextlib.asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
-        """A context in which one message arrives; raises TimeoutError if it does not in time."""
+        """A context in which one message arrives; raises TimeoutError if it comes too late."""
         if len(self._receiving) >= MOST_RECEIVING:
             oldest = next(iter(self._receiving))
             del self._receiving[oldest]
@@ -43,14 +43,14 @@ class Receipts:
 
 
 class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
-    """Receives the message of every call that has one, within bounds; then calls its handler.
+    """An interceptor that receives a call's message within bounds, then calls its handler.
 
-    gRPC itself waits for ever, and logs a stack for each message that cannot be parsed. It
-    reads more of a message than the first 64 KiB or so only once somebody waits for it, so
-    calls that are ended here have cost no more. Calls with a stream of messages are passed on.
+    gRPC itself waits for ever, and logs a stack for each message that cannot be parsed. It reads
+    more than about the first 64 KiB of a message only once somebody waits for it. Calls that end
+    here have therefore cost no more. Calls with a stream of messages are passed on.
 
-    The handler alone has the message: gRPC's own iterator would keep it until the garbage
-    collector comes by, some time after the call.
+    The handler alone holds the message: gRPC's own iterator would keep it after the call, until the
+    garbage collector runs.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """The handler, which receives within the bounds."""
+        """Return a handler that receives its message within the bounds."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
@@ -97,7 +97,7 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     async def _receive(
         self, parse: Callable[[bytes], Any] | None, context: grpc.aio.ServicerContext
     ) -> Any:
-        """The call's message; aborts the call if it does not come, or cannot be read."""
+        """Receive and parse the call's message; abort the call if it is late or invalid."""
         try:
             async with self._receipts.bounded():
                 raw = await context.read()
@@ -116,7 +116,7 @@ class BoundedReceipt(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Let go of what the frames of an error hold: the message, most of all.
+    """Free what the frames of an error hold, above all the message.
 
     gRPC keeps the error of an aborted call in that call's state, a cycle which lives until the
     garbage collector comes by: hundreds of MiB, where huge prompts are refused.

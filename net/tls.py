@@ -1,8 +1,8 @@
 """A process's TLS files: checked early, made into gRPC credentials, and read again if they change.
 
-What gRPC allows: a listener asks for its certificate at every new connection, and a channel has
-one for as long as it is open. So new files hold for new connections to a listener, and for
-channels that are opened later. Connections that are open go on with what they began with.
+A gRPC listener asks for its certificate at every new connection; a channel keeps one as long as it
+is open. So new files hold for new connections to a listener, and for channels that are opened
+later. Open connections keep the certificates that they began with.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import grpc
 from kvrelay.net.watched_files import WatchedFiles
 
 _FLIGHTS: Final = 8
-"""Turns of either side in a TLS handshake; more than any handshake needs."""
+"""The most flights (turns of either side) of a TLS handshake; no handshake needs as many."""
 _LOOK_SECONDS: Final = 1.0
-"""Between two looks at the files, however many connections come."""
+"""The least time between two looks at the files, however many connections come."""
 _log = logging.getLogger(__name__)
 
 
 class TlsFileError(ValueError):
-    """A TLS file cannot be used.
+    """A TLS file that cannot be used.
 
     Args:
         field: the field of `TlsFiles` with the file's path.
@@ -55,14 +55,14 @@ class TlsFiles:
     ca: Path | None = None
     """The authority of the other side's certificate; None: the other side needs none."""
     name: str | None = None
-    """What a listener's certificate must name; None: the host that is connected to."""
+    """The name that a listener's certificate must have; None: the host that is connected to."""
 
     def check(self, host: str | None = None) -> None:
-        """Checks the files, so that a process does not start with handshakes that always fail.
+        """Check the files, so that a process does not start with handshakes that always fail.
 
-        The files must be readable, and the key the certificate's. With a `ca`, a
-        handshake in memory checks that the certificate is signed by it, valid today and
-        for both sides, and names `host`.
+        The files must be readable, and the key must belong to the certificate. With a `ca`, a
+        handshake in memory checks that the certificate is signed by it, valid today and for both
+        sides, and names `host`.
 
         Raises:
             TlsFileError: names the first file that cannot be used.
@@ -76,17 +76,17 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files."""
+        """The paths of all files."""
         return (self.cert, self.key) if self.ca is None else (self.cert, self.key, self.ca)
 
     def server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """What a listener shows, and whom it trusts. Reads files."""
+        """A listener's own certificate, and the authority it trusts. Reads files."""
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         ca = None if self.ca is None else self.ca.read_bytes()
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel to a listener with the same `ca`. Reads files."""
+        """Credentials for a channel to a listener with the same `ca`. Reads files."""
         assert self.ca is not None, "without a ca there is no authority to trust"
         return grpc.ssl_channel_credentials(
             self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes()
@@ -94,10 +94,9 @@ class TlsFiles:
 
 
 class CurrentTls:
-    """gRPC credentials from what TLS files contain now; callable from any thread.
+    """gRPC credentials from the present contents of TLS files; callable from any thread.
 
-    New files that cannot be used change nothing: what was read before stays, and an error is
-    logged.
+    New files that cannot be used change nothing: the credentials stay, and an error is logged.
 
     Raises:
         OSError: a file cannot be read at the start.
@@ -111,27 +110,27 @@ class CurrentTls:
         self._read()
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel that is opened now, to a listener with the same `ca`."""
+        """Credentials for a channel that is opened now, to a listener with the same `ca`."""
         self._look()
         assert self._channel is not None, "without a ca there is no authority to trust"
         return self._channel
 
     @property
     def channel_options(self) -> list[tuple[str, str]]:
-        """For the same channel: what the listener's certificate must name, if not its host."""
+        """Options for the same channel: the name of the listener's certificate, if not its host."""
         name = self._files.name
         return [] if name is None else [("grpc.ssl_target_name_override", name)]
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a listener, which looks at the files when a peer connects.
+        """Credentials for a listener, which looks at the files when a peer connects.
 
-        With a `ca`, it refuses peers without a certificate of it.
+        With a `ca`, it refuses peers without a certificate that this authority signed.
         """
         needs_client = self._files.ca is not None
         return grpc.dynamic_ssl_server_credentials(self._server, self._fetcher(), needs_client)
 
     def _fetcher(self) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-        """Returns what a listener shows from now on; None: what it shows already."""
+        """Make a function that returns a listener's new configuration; None: it has not changed."""
         shown = self._server
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -145,7 +144,7 @@ class CurrentTls:
         return fetch
 
     def _look(self) -> None:
-        """Reads the files again if they have changed."""
+        """Read the files again if they have changed."""
         with self._lock:
             if time.monotonic() - self._looked < _LOOK_SECONDS:
                 return
@@ -166,7 +165,7 @@ class CurrentTls:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For a listener of asyncio's, which looks at the files when a client connects.
+    """A context for an asyncio listener, which looks at the files when a client connects.
 
     New files that cannot be used change nothing, and an error is logged.
 
@@ -191,7 +190,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _read_again(files: TlsFiles) -> ssl.SSLContext | None:
-    """What a listener shows from now on; None: the files cannot be used."""
+    """Make a listener's context from the present files; None: they cannot be used."""
     try:
         files.check()
         context = _context(files, ssl.PROTOCOL_TLS_SERVER)
@@ -210,7 +209,7 @@ def _check_readable(field: str, path: Path) -> None:
 
 
 def check_certificates(field: str, path: Path) -> None:
-    """Raises TlsFileError unless the file contains a certificate."""
+    """Raise TlsFileError unless the file contains a certificate."""
     _check_readable(field, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
@@ -221,7 +220,7 @@ def check_certificates(field: str, path: Path) -> None:
 def _context(files: TlsFiles, side: int) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     try:
-        # Without a password, an encrypted key would be asked for on the terminal.
+        # Without one, OpenSSL would ask for an encrypted key's password on the terminal.
         context.load_cert_chain(files.cert, files.key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -232,7 +231,7 @@ def _context(files: TlsFiles, side: int) -> ssl.SSLContext:
 
 
 def _shake_hands(files: TlsFiles, ca: Path, host: str | None) -> None:
-    """Runs both sides of a handshake in memory; raises TlsFileError if it fails."""
+    """Run both sides of a handshake in memory; raise TlsFileError if it fails."""
     client = _context(files, ssl.PROTOCOL_TLS_CLIENT)
     server = _context(files, ssl.PROTOCOL_TLS_SERVER)
     client.check_hostname = host is not None

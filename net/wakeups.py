@@ -1,8 +1,8 @@
-"""One turn of the event loop for all of gRPC's completions that wait.
+"""One turn of the event loop for all of gRPC's waiting completions.
 
 grpc.aio's poller thread writes a byte into a socket for each completed operation. The loop's reader
-takes one byte, and then all completions that wait: so thirty writes that complete together cost
-thirty turns of the loop, of which all but the first find nothing.
+takes one byte, and then all completions that wait. So thirty writes that complete together cost
+thirty turns of the loop, and all but the first find nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, Final
 _POLLER: Final = "PollerCompletionQueue"
 """gRPC's class whose method reads the socket."""
 _MOST_BYTES: Final = 4096
-"""Of completions that one turn takes; what is left wakes the loop again."""
+"""The most completions that one turn takes; the rest wakes the loop again."""
 
 
 def join_wakeups(loop: asyncio.AbstractEventLoop) -> None:
     """Let the loop take all of gRPC's completions in one turn; does nothing the second time.
 
-    Call it before the loop's first channel or server is made. If gRPC comes to wake loops in
-    another way, or for a loop that is not Python's own, this changes nothing.
+    Call it before the loop's first channel or server is made. It changes nothing for a loop that is
+    not Python's own, or if gRPC wakes loops in another way.
     """
     if isinstance(loop.add_reader, functools.partial) or not hasattr(loop, "__dict__"):
         return
-    # An attribute of this loop alone: of a worker, the loop is made by Ray.
+    # An attribute of this loop alone: Ray makes a worker's loop.
     vars(loop)["add_reader"] = functools.partial(_add_reader, loop.add_reader)
 
 
@@ -42,10 +42,10 @@ def _add_reader(
 
 
 def _read_all_but_one(wakeups: socket.socket, take_completions: Callable[[], object]) -> None:
-    """Take the completions. Their bytes are written after them, so that none is lost.
+    """Take the completions and the bytes that announced them.
 
-    The loops of a process share the socket: another one may have taken the bytes, and passes the
-    completions on.
+    gRPC queues a completion before it writes its byte, so none is lost. The loops of a process
+    share the socket: another loop may have taken the bytes, and passes the completions on.
     """
     try:
         waiting = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 class WatchedFiles:
-    """Tells when the contents of some files have changed.
+    """A watch on the contents of some files.
 
-    It compares digests of what is in them, so it does not matter whether a file is written in
-    place, replaced by another, or reached by a link that is set anew, as Kubernetes' secrets are.
+    It compares digests of the contents. So a file may be written in place, replaced by another, or
+    reached by a new link, as Kubernetes' secrets are.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -19,9 +19,9 @@ class WatchedFiles:
         self._seen = self._digests()
 
     def changed(self) -> bool:
-        """Whether the contents are others than at the last call, or at the start. Reads the files.
+        """Whether the contents have changed since the last call, or the start. Reads the files.
 
-        A file that cannot be read is a change, once.
+        A file that becomes unreadable is one change.
         """
         before, self._seen = self._seen, self._digests()
         return self._seen != before

@@ -1,4 +1,4 @@
-"""Publishes messages on a socket of ZeroMQ, from an event loop."""
+"""A publisher of messages on a ZeroMQ socket, from an event loop."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ _log = logging.getLogger(__name__)
 _MOST_UNREAD_MESSAGES: Final = 128
 _HANDSHAKE_MS: Final = 10_000
 _LONGEST_MESSAGE_BYTES: Final = 256
-"""Of a subscriber: a topic, or the greeting's last part. Whoever sends more is hung up on."""
+"""The most bytes of a subscriber's message: a topic or the greeting. More disconnect it."""
 _MOST_TOPICS: Final = 1024
 _MESSAGES_A_TURN: Final = 64
 _MOST_MESSAGES_IN_A_ROW: Final = 4096
-"""That were there before they were read: more come faster than the event loop reads them."""
+"""The most messages read in a row without a wait; more come faster than the loop reads them."""
 _RETRY_SECONDS: Final = 0.05
 _TRIES_BEFORE_WARNING: Final = 20
 
 
 class ZmqPublisher:
-    """Sends messages to all who have subscribed to their topic; nobody is waited for.
+    """A publisher that sends messages to the subscribers of their topic and waits for none.
 
     It is an XPUB socket, to which SUB sockets connect: a PUB socket does not tell whether anybody
-    has subscribed. A subscriber that has `_MOST_UNREAD_MESSAGES` to read misses more. If
-    subscribers name more than `_MOST_TOPICS`, or subscribe and leave faster than it reads, which
-    libzmq would keep all, it hangs up on everybody and listens anew on the same port. The number of
-    connections has no bound. Use it on one event loop.
+    has subscribed. A subscriber that has `_MOST_UNREAD_MESSAGES` to read misses more.
+
+    libzmq would keep all topics and all unread subscriptions. So if subscribers name more than
+    `_MOST_TOPICS`, or send faster than it reads, it disconnects all of them. It then listens again
+    on the same port. The number of connections has no bound. Use it on one event loop.
 
     Args:
-        topic: of all messages, their first frame.
+        topic: the first frame of every message.
     """
 
     def __init__(self, topic: bytes = b"") -> None:
@@ -46,18 +47,18 @@ class ZmqPublisher:
 
     @property
     def had_subscribers(self) -> bool:
-        """Whether anybody has subscribed to what is published; from any thread.
+        """Whether anybody has ever subscribed to the published topic; for any thread.
 
-        It stays so when they leave: libzmq tells the end of a subscription also if a connection
-        ends one that it never had, while others still listen.
+        It stays true when they leave, because libzmq's report of a subscription's end proves
+        nothing. A connection may end one that it never had, while others still listen.
         """
         return self._is_wanted
 
     async def start(self, host: str) -> int:
-        """Listen on a free port; returns it.
+        """Listen on a free port; return the port.
 
         Raises:
-            OSError: the host is none of this machine's.
+            OSError: the host is not an address of this machine.
         """
         loop = asyncio.get_running_loop()
         family, _, _, _, address = (await loop.getaddrinfo(host, 0))[0]
@@ -71,12 +72,12 @@ class ZmqPublisher:
         return int(endpoint.rpartition(":")[2])
 
     def publish(self, *frames: bytes) -> None:
-        """Send the topic and these frames as a message, at once; nothing once it is closed."""
+        """Send the topic and these frames as a message, at once; do nothing after `close`."""
         if not self._socket.closed:
             self._socket.send_multipart((self._topic, *frames), zmq.DONTWAIT)
 
     async def close(self) -> None:
-        """Close the port and every connection; what nobody has read is lost."""
+        """Close the port and every connection; unread messages are lost."""
         try:
             if self._reading is not None:
                 self._reading.cancel()
@@ -95,7 +96,7 @@ class ZmqPublisher:
         return socket
 
     async def _read_subscriptions(self, endpoint: str) -> None:
-        """Note the topics, some messages a turn of the event loop."""
+        """Note the topics; let other tasks run after every `_MESSAGES_A_TURN` messages."""
         in_a_row = 0
         while True:
             message = asyncio.ensure_future(self._socket.recv())
@@ -109,7 +110,7 @@ class ZmqPublisher:
                 in_a_row = 0
 
     def _note(self, message: bytes) -> None:
-        """Note a topic: a 1 before it begins a subscription, a 0 ends one."""
+        """Note a topic: a leading 1 begins a subscription, a 0 ends one."""
         if message[:1] == b"\1":
             self._topics.add(message[1:])
             self._is_wanted |= self._topic.startswith(message[1:])
@@ -117,7 +118,7 @@ class ZmqPublisher:
             self._topics.discard(message[1:])
 
     async def _listen_anew(self, endpoint: str) -> None:
-        """Hang up on everybody and listen again, however often that takes."""
+        """Disconnect everybody and listen again; try until that succeeds."""
         self._socket.close(linger=0)
         self._topics.clear()
         tries = 0

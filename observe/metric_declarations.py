@@ -1,4 +1,4 @@
-"""A process's metrics: one declaration each, and Prometheus' instruments made from them."""
+"""Declarations of a process's metrics, and Prometheus' instruments made from them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prometheus_client.utils import floatToGoString
 
 
 class MetricType(StrEnum):
-    """What a metric's value does."""
+    """The behaviour of a metric's value."""
 
     COUNTER = "counter"
-    """Only grows."""
+    """A value that only grows."""
     GAUGE = "gauge"
-    """Goes up and down."""
+    """A value that goes up and down."""
     HISTOGRAM = "histogram"
-    """Counts observations in buckets."""
+    """Observations counted in buckets."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,24 +32,24 @@ class Metric:
     """A metric's declaration."""
 
     name: str
-    """As Prometheus stores it: a counter's ends in `_total`."""
+    """The name as Prometheus stores it: a counter's ends in `_total`."""
     type: MetricType
     help: str
     labels: tuple[str, ...]
-    """All labels; those that every metric of the table has come first."""
+    """All labels, the common ones of the table first."""
     buckets: tuple[float, ...] = ()
     """A histogram's upper bounds."""
     lone: bool = False
-    """One thread alone counts it, and often; it has no labels of its own."""
+    """Whether one thread alone counts it, and often; it then has no labels of its own."""
     collected: bool = False
-    """A collector of the process yields its values at each scrape; `Instruments` leaves it out."""
+    """Whether a collector of the process yields its values; `Instruments` then leaves it out."""
 
 
 class MetricTable:
     """All metrics that one kind of process exports. Iterates in the order of declaration.
 
     Args:
-        common_labels: every metric of the table has these.
+        common_labels: the labels that every metric of the table has.
     """
 
     def __init__(self, *common_labels: str) -> None:
@@ -60,12 +60,12 @@ class MetricTable:
         return iter(self._metrics)
 
     def counter(self, name: str, text: str, *labels: str, lone: bool = False) -> Metric:
-        """Declares a counter; `name` ends in `_total`."""
+        """Declare a counter; `name` ends in `_total`."""
         assert name.endswith("_total"), name
         return self._declare(name, MetricType.COUNTER, text, labels, lone=lone)
 
     def gauge(self, name: str, text: str, *labels: str) -> Metric:
-        """Declares a gauge."""
+        """Declare a gauge."""
         return self._declare(name, MetricType.GAUGE, text, labels)
 
     def histogram(
@@ -76,11 +76,11 @@ class MetricTable:
         *labels: str,
         lone: bool = False,
     ) -> Metric:
-        """Declares a histogram with these upper bounds; infinity is added."""
+        """Declare a histogram with these upper bounds; infinity is added."""
         return self._declare(name, MetricType.HISTOGRAM, text, labels, buckets, lone=lone)
 
     def collected(self, kind: MetricType, name: str, text: str, *labels: str) -> Metric:
-        """Declares a metric whose values a collector of the process yields at each scrape."""
+        """Declare a metric whose values a collector of the process yields at each scrape."""
         return self._declare(name, kind, text, labels, collected=True)
 
     def _declare(
@@ -101,9 +101,9 @@ class MetricTable:
 
 
 class LoneCounter(Collector):
-    """A counter of one thread, for what is counted often; any thread collects it.
+    """A counter that one thread adds to often; any thread collects it.
 
-    Prometheus' own takes a lock each time, and several times as long.
+    Prometheus' own counter takes a lock for each addition, and several times as long.
 
     Args:
         metric: has no labels but the common ones.
@@ -117,11 +117,11 @@ class LoneCounter(Collector):
         self._total = 0
 
     def add(self, amount: int) -> None:
-        """Counts so many more."""
+        """Add to the count."""
         self._total += amount
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields it."""
+        """Yield the counter's value for a scrape."""
         metric = self._metric
         family = CounterMetricFamily(metric.name, metric.help, labels=list(self._common))
         family.add_metric(list(self._common.values()), self._total, self._began)
@@ -129,9 +129,9 @@ class LoneCounter(Collector):
 
 
 class LoneHistogram(Collector):
-    """A histogram of one thread; see `LoneCounter`.
+    """A histogram that one thread observes often; see `LoneCounter`.
 
-    It has no `_created`, as a `LoneCounter` has: Prometheus' family of histograms takes none.
+    It exports no `_created`, unlike `LoneCounter`: Prometheus' family of histograms takes none.
 
     Args:
         metric: has no labels but the common ones.
@@ -146,12 +146,12 @@ class LoneHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Adds an observation."""
+        """Add an observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yields it."""
+        """Yield the histogram's buckets for a scrape."""
         metric, bounds = self._metric, (*self._bounds, float("inf"))
         upto = list(map(floatToGoString, bounds))
         buckets = list(zip(upto, accumulate(self._counts), strict=True))
@@ -163,9 +163,9 @@ class LoneHistogram(Collector):
 class Instruments:
     """The values of a table's metrics in one process, in a registry of their own.
 
-    A metric without labels of its own is exported from the start, at zero. One
-    with labels is exported for the label values that were used, or given to `show`.
-    Calls are safe from any thread.
+    A metric without labels of its own is exported from the start, at zero. A metric with labels is
+    exported for the label values that were used, or given to `show`. Calls are safe from any
+    thread.
 
     Args:
         table: the declarations.
@@ -178,48 +178,48 @@ class Instruments:
         self._common = dict(common)
         self._families = {metric: self._family(metric) for metric in table if not metric.collected}
         self._children: dict[tuple[object, ...], Counter | Gauge | Histogram] = {}
-        """By metric and labels: Prometheus' own way to them takes longer than to count."""
+        """The children by metric and labels, as Prometheus' look-up takes longer than counting."""
         for metric in self._families:
             if metric.labels == table.common_labels and not metric.lone:
                 self._child(metric, {})
 
     def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
-        """Adds to a counter."""
+        """Add to a counter."""
         counter = self._child(metric, labels)
         assert isinstance(counter, Counter), metric.name
         counter.inc(amount)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Adds an observation to a histogram."""
+        """Add an observation to a histogram."""
         histogram = self._child(metric, labels)
         assert isinstance(histogram, Histogram), metric.name
         histogram.observe(value)
 
     def lone_counter(self, metric: Metric) -> LoneCounter:
-        """A counter that was declared so; one thread alone adds to it."""
+        """The `LoneCounter` of a metric declared with `lone`; one thread alone adds to it."""
         counter = self._families[metric]
         assert isinstance(counter, LoneCounter), metric.name
         return counter
 
     def lone_histogram(self, metric: Metric) -> LoneHistogram:
-        """A histogram that was declared so; one thread alone observes it."""
+        """The `LoneHistogram` of a metric declared with `lone`; one thread alone observes it."""
         histogram = self._families[metric]
         assert isinstance(histogram, LoneHistogram), metric.name
         return histogram
 
     def watch(self, metric: Metric, value: Callable[[], float], **labels: str) -> None:
-        """Calls `value` for a gauge at every scrape, on the scraper's thread."""
+        """Call `value` for a gauge at every scrape, on the scraper's thread."""
         gauge = self._child(metric, labels)
         assert isinstance(gauge, Gauge), metric.name
         gauge.set_function(value)
 
     def samples(self, metric: Metric) -> Iterator[Sample]:
-        """What a scrape would have of a metric now; any thread."""
+        """The samples that a scrape would have of a metric now; for any thread."""
         for family in self._families[metric].collect():
             yield from family.samples
 
     def show(self, metric: Metric, **labels: str) -> None:
-        """Exports the metric with these label values from now on, though it is zero."""
+        """Export the metric with these label values from now on, even at zero."""
         self._child(metric, labels)
 
     def _child(self, metric: Metric, labels: dict[str, str]) -> Counter | Gauge | Histogram:

@@ -1,4 +1,4 @@
-"""Serves a process's metrics, and pages beside them, whoever else connects to that port."""
+"""An HTTP server for a process's metrics, which many silent connections cannot block."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 MOST_CONNECTIONS: Final = 512
-"""A connection beyond them ends the oldest, so that many silent ones keep nobody out."""
+"""The most open connections. One more ends the oldest, so that silent ones block nobody."""
 _WAITING: Final = 1024
-"""To be accepted. Those beyond are dropped, and try again after a second."""
+"""Connections that wait to be accepted. One more is dropped, and its client retries in a second."""
 _MOST_HEAD_BYTES: Final = 16 << 10
 _PAUSE_SECONDS: Final = 0.1
 _SECONDS: Final = 10.0
-"""For a connection to send its request and to take the answer."""
+"""Time for a connection to send its request and to take the answer."""
 
 
 class MetricsServer:
     """An HTTP server on one thread of its own; it serves from its construction to `close`.
 
     Args:
-        registry: is read at every scrape, on that thread.
+        registry: read at every scrape, on that thread.
         host: the address to listen on.
-        port: 0: any free one.
-        pages: by path, what makes a page of JSON; it is given the host that the client asked for,
-            with its port, and is called on that thread.
+        port: the port; 0: any free one.
+        pages: functions by path, each of which makes a page of JSON, on that thread. Its argument
+            is the client's Host header.
 
     Raises:
         OSError: the port is in use.
@@ -55,7 +55,7 @@ class MetricsServer:
             self._listener.close()
             raise
         self.port: int = self._listener.getsockname()[1]
-        """The real one."""
+        """The port that it listens on, also if 0 was asked for."""
         self._listener.setblocking(False)
         self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._loop = asyncio.new_event_loop()
@@ -85,7 +85,7 @@ class MetricsServer:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        """Take one connection a round of the loop, so that those that speak at once are heard."""
+        """Take one connection per round of the loop, so that open ones are served in between."""
         try:
             connection, _ = self._listener.accept()
         except OSError:  # the process has no files left, or the client has left already
@@ -111,7 +111,7 @@ class MetricsServer:
         task.add_done_callback(ended)
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Take one request and answer it. What goes wrong is the client's affair."""
+        """Take one request and answer it. Errors of the connection or the request are ignored."""
         with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_SECONDS):
                 reader, writer = await asyncio.open_connection(
@@ -125,7 +125,7 @@ class MetricsServer:
                     writer.transport.abort()
 
     def _answer(self, head: bytes) -> bytes:
-        """The whole answer to a request's line and headers; raises ValueError if it is none."""
+        """The whole answer to a request's head; raises ValueError if the head is malformed."""
         request, *lines = head.decode("latin-1").split("\r\n")
         method, target, _ = request.split(" ")
         parts = (line.partition(":") for line in lines)

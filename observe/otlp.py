@@ -1,7 +1,7 @@
-"""Sends spans to an OpenTelemetry collector over OTLP/gRPC, on a thread of its own.
+"""Export of spans to an OpenTelemetry collector over OTLP/gRPC, on a thread of its own.
 
-The messages of OTLP are loaded when the first span comes: a process without one does not pay for
-them.
+The messages of OTLP are imported when the first span comes: a process without spans does not pay
+for them.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_PORT: Final = 4317
 MOST_WAITING: Final = 4096
-"""Spans that wait to be sent; more are dropped."""
+"""The most spans that wait to be sent; more are dropped."""
 _MOST_IN_A_CALL: Final = 512
 _INTERVAL_SECONDS: Final = 1.0
-"""Between two calls, while spans come."""
+"""Seconds between two calls, while spans come."""
 _CALL_SECONDS: Final = 5.0
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0
-"""Before a call is tried again; the pause doubles until then."""
+"""The longest pause before a call is tried again; pauses double up to it."""
 _LAST_CALL_SECONDS: Final = 1.0
 _RETRIED: Final = frozenset(
     {"CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS"}
 )
-"""The codes that OTLP calls retryable."""
+"""The status codes that OTLP calls retryable."""
 
 
 class Fate(StrEnum):
-    """What became of a span."""
+    """The fate of a span: exported, or the reason why it was dropped."""
 
     EXPORTED = "exported"
     FULL = "full"
-    """Dropped: too many waited already."""
+    """Dropped because too many spans were waiting."""
     REFUSED = "refused"
-    """Dropped: the collector did not want it."""
+    """Dropped because the collector refused it."""
     UNSENT = "unsent"
-    """Dropped: the process has ended while the collector was away."""
+    """Dropped because the process ended while the collector was away."""
 
 
 Count = Callable[[Fate, int], object]
@@ -56,7 +56,7 @@ Count = Callable[[Fate, int], object]
 
 @dataclass(frozen=True, slots=True)
 class SpanCollector:
-    """Where spans go."""
+    """The OpenTelemetry collector to which spans are sent."""
 
     target: str
     """``host:port``."""
@@ -64,7 +64,7 @@ class SpanCollector:
 
     @staticmethod
     def parse(endpoint: str) -> SpanCollector:
-        """Reads ``[http[s]://]host[:port]``. Raises ValueError for anything else."""
+        """Parse ``[http[s]://]host[:port]``. Raises ValueError for anything else."""
         scheme, separator, rest = endpoint.rpartition("://")
         rest = rest.removesuffix("/")
         if (separator and scheme not in ("http", "https")) or not rest or set(rest) & set("/ @?#"):
@@ -78,14 +78,14 @@ class SpanCollector:
 
 
 class OtlpExporter:
-    """Takes spans from any thread, and sends them in the background, some each second.
+    """An exporter that takes spans from any thread and sends a batch each second.
 
-    While the collector is away spans wait, up to a bound; what comes then is dropped and counted.
+    While the collector is away spans wait, up to a bound; later ones are dropped and counted.
 
     Args:
-        collector: where they go.
-        resource: says which process they are of.
-        count: hears what became of spans; on any thread.
+        collector: where the spans go.
+        resource: the attributes of the process that the spans come from.
+        count: called with what became of spans; on any thread.
     """
 
     def __init__(self, collector: SpanCollector, resource: Attributes, count: Count) -> None:
@@ -97,10 +97,10 @@ class OtlpExporter:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._complaint = ""
-        """The latest one of the log, which is not repeated for each call."""
+        """The latest complaint in the log, which is not repeated for each call."""
 
     def put(self, span: Span) -> None:
-        """Take a span, or drop and count it. Any thread; does not block."""
+        """Take a span, or drop and count it. For any thread; does not block."""
         if self._closing.is_set():
             self._count(Fate.UNSENT, 1)
         elif self._waiting.qsize() >= MOST_WAITING:
@@ -111,7 +111,10 @@ class OtlpExporter:
                 self._start()
 
     def close(self) -> None:
-        """Send what waits, if the collector takes it at once. Blocks for seconds at most."""
+        """Send the waiting spans, if the collector takes them at once.
+
+        Blocks for seconds at most.
+        """
         with self._starting:
             self._closing.set()
         self._waiting.put(None)
@@ -142,7 +145,7 @@ class OtlpExporter:
             self._drop_waiting()
 
     def _next_batch(self) -> list[Span]:
-        """Waits for a span, and then for those that come with it; empty: the exporter closes."""
+        """Wait for a span and those that follow it within a second; empty: the exporter closes."""
         first = self._waiting.get()
         if first is None:
             return []
@@ -157,7 +160,7 @@ class OtlpExporter:
         return batch
 
     def _drop_waiting(self) -> None:
-        """Counts what waits as unsent; the next batch is the empty one."""
+        """Count the waiting spans as unsent; the next batch is the empty one."""
         dropped = 0
         while not self._waiting.empty():
             dropped += self._waiting.get_nowait() is not None
@@ -165,7 +168,7 @@ class OtlpExporter:
         self._waiting.put(None)
 
     def _send(self, calls: CollectorCalls, batch: Sequence[Span]) -> None:
-        """Sends a batch, again and again while the collector is away."""
+        """Send a batch, again and again while the collector is away."""
         pause, away = _FIRST_PAUSE_SECONDS, False
         while True:
             last = self._closing.is_set()

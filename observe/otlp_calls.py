@@ -46,7 +46,7 @@ class CollectorCalls:
         self._channel.close()
 
     def export(self, spans: Sequence[Span], seconds: float) -> int | str:
-        """Sends spans, and waits so long; returns how many were refused, or the call's status."""
+        """Send spans; return how many the collector refused, or the failed call's status."""
         scoped = trace_pb2.ScopeSpans(scope=self._scope, spans=[_message(span) for span in spans])
         request = trace_service_pb2.ExportTraceServiceRequest(
             resource_spans=[trace_pb2.ResourceSpans(resource=self._resource, scope_spans=[scoped])]

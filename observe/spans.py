@@ -1,4 +1,4 @@
-"""The spans of traces, as OpenTelemetry has them, and the recorder that requests give them to."""
+"""The spans of traces, as OpenTelemetry defines them, and their recorder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Attributes: TypeAlias = Mapping[str, AttributeValue]
 
 
 class SpanKind(IntEnum):
-    """Whose side of a call a span is; the numbers are OTLP's."""
+    """The side of a call that a span is on; the numbers are OTLP's."""
 
     INTERNAL = 1
     SERVER = 2
@@ -24,7 +24,7 @@ class SpanKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SpanLink:
-    """Another span that caused this one, and is not its parent."""
+    """A span that caused another one without being its parent."""
 
     context: TraceContext
     attributes: Attributes = field(default_factory=dict)
@@ -32,41 +32,41 @@ class SpanLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that has ended."""
+    """A piece of work that has ended."""
 
     name: str
     context: TraceContext
-    """Its own."""
+    """The span's own ids."""
     parent_id: bytes
-    """Empty: it is the first of its trace."""
+    """The parent span's id; empty: this is the first span of its trace."""
     start_ns: int
-    """Since 1970."""
+    """Nanoseconds since 1970."""
     end_ns: int
     attributes: Attributes = field(default_factory=dict)
     links: Sequence[SpanLink] = ()
     kind: SpanKind = SpanKind.INTERNAL
     error: str | None = None
-    """Why it has failed; None: it has not."""
+    """Why the work failed; None: it did not."""
 
 
 class SpanSink(Protocol):
-    """Takes spans that have ended."""
+    """A receiver of spans that have ended."""
 
     def put(self, span: Span) -> None:
-        """Take one, or drop and count it. Any thread; does not block, and does not raise."""
+        """Take a span, or drop and count it. For any thread; does not block and does not raise."""
         ...
 
 
 class SpanRecorder:
-    """Makes spans of one trace from instants on the clock of `time.monotonic`.
+    """A recorder of one trace's spans, from instants on the clock of `time.monotonic`.
 
-    The offset to the time of day is taken once, so spans of one recorder fit together even if
-    that is set meanwhile.
+    The offset to the time of day is read once, so the recorder's spans fit together even if the
+    system's time is set meanwhile.
 
     Args:
         sink: takes the spans.
         context: the span that others are recorded below; it is recorded by `record_own`.
-        parent_id: of that span; empty: it is the first of its trace.
+        parent_id: the parent of that span; empty: it is the first of its trace.
     """
 
     __slots__ = ("_offset_ns", "_parent_id", "_sink", "context")
@@ -106,14 +106,14 @@ class SpanRecorder:
         """Record a span below the own one.
 
         Args:
-            name: of what was done.
+            name: the name of the work.
             start: in seconds, on the clock of `time.monotonic`.
             end: on the same clock.
-            attributes: what else there is to say.
-            span_id: that others were told before; empty: a new one.
-            parent_id: of a span below the own one; empty: that one.
+            attributes: further facts.
+            span_id: an id that was told to others before; empty: a new one.
+            parent_id: a span below the own one; empty: the own one.
             links: spans that caused it.
-            error: why it has failed.
+            error: why it failed.
             kind: whose side of a call it is.
         """
         own = self.context

@@ -1,4 +1,4 @@
-"""Which trace a request belongs to, as W3C's `traceparent` header carries it."""
+"""The trace that a request belongs to, as W3C's `traceparent` header carries it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Final
 
 HEADER: Final = "traceparent"
-"""Of HTTP calls, and a key of gRPC's metadata."""
+"""The name of an HTTP header, and of a key of gRPC's metadata."""
 _FORM: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 0x01
 _MOST_CHARACTERS: Final = 256
-"""Of a header that is looked at; later versions of the form may be longer than this one."""
+"""The longest header that is parsed; later versions of the form may be longer than this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span of a trace, to whoever makes spans below it."""
+    """A span's ids, for processes that make spans below it."""
 
     trace_id: bytes
     """16 bytes, not all zero."""
@@ -31,7 +31,7 @@ class TraceContext:
 
     @staticmethod
     def parse(header: str) -> TraceContext | None:
-        """Reads a header; None if it is none by W3C's rules, and is to be ignored."""
+        """Parse a header; None: it is not valid by W3C's rules, and is to be ignored."""
         found = _FORM.fullmatch(header) if len(header) <= _MOST_CHARACTERS else None
         if found is None:
             return None
@@ -44,15 +44,15 @@ class TraceContext:
         return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
 
     def child(self) -> TraceContext:
-        """A new span of the same trace."""
+        """Make a new span of the same trace."""
         return TraceContext(self.trace_id, new_span_id(), self.sampled)
 
 
 def new_trace_id() -> bytes:
-    """A random one."""
+    """A random trace id."""
     return os.urandom(16)
 
 
 def new_span_id() -> bytes:
-    """A random one."""
+    """A random span id."""
     return os.urandom(8)

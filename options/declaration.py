@@ -1,13 +1,13 @@
-"""How an option of `kvrelay serve` is declared: once, as a field of the dataclass that is told it.
+"""The declaration of an option of `kvrelay serve`, as a field of the dataclass that uses it.
 
 ::
 
     class WorkerOptions:
         page_size: int = option(16, "Tokens in a page of KV.", Section.MEMORY, at_least=1)
 
-From this field come the command line's ``--page-size``, the key of the TOML file, the
-help text, the row in docs/configuration.md, the check of the value, and the default of
-whoever is built without that command line, as in tests.
+From this field come the command line's ``--page-size``, the key of the TOML file, the help text and
+the row in docs/configuration.md. So do the check of the value, and the default for code without a
+command line, such as tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Section(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Declaration:
-    """What a field's metadata say of its option; see `option`."""
+    """The metadata of an option's field; see `option`."""
 
     help: str
     section: Section
@@ -75,25 +75,25 @@ def option(
     shown_default: str | None = None,
     or_share: bool = False,
 ) -> T:
-    """A dataclass field that is an option; the field's annotation is the option's type.
+    """Declare a dataclass field that is an option; the field's annotation is the option's type.
 
     Types: int, float, bool, str, Path, a StrEnum, or `Address`, each perhaps ``| None``; or
     ``int | MemoryShare``. A bool that defaults to False is a flag, one that defaults to True is
     ``on|off``.
 
     Args:
-        default: of the field and of the option.
+        default: the default of the field and of the option.
         help: what the option does, in one or two sentences.
         section: the heading that it stands under.
         at_least: the smallest number that is allowed.
         more_than: a bound that is not allowed itself, in place of `at_least`.
         at_most: the largest number that is allowed.
         choices: the words that are allowed; a StrEnum brings its own.
-        check: raises ValueError, which says what it must be, for a value that is not allowed.
-        unit: of a number; an int of ``bytes`` can be written like ``512MiB``.
-        metavar: what stands for the value in the help.
-        shown_default: what the help says in place of the default.
-        or_share: bytes may be told as a `MemoryShare`, too.
+        check: raises ValueError for a value that is not allowed; the error says what it must be.
+        unit: the unit of a number; an int of ``bytes`` can be written like ``512MiB``.
+        metavar: the word for the value in the help.
+        shown_default: the text in the help in place of the default.
+        or_share: whether bytes may be given as a `MemoryShare`, too.
     """
     declaration = _Declaration(
         help=help,
@@ -117,20 +117,20 @@ class Option:
     """One declared option."""
 
     name: str
-    """Of the field, e.g. ``page_size``."""
+    """The field's name, e.g. ``page_size``."""
     kind: type
-    """Without ``| None`` and ``| MemoryShare``."""
+    """The field's type without ``| None`` and ``| MemoryShare``."""
     default: Any
     declaration: _Declaration
 
     @property
     def flag(self) -> str:
-        """As the command line spells it, e.g. ``--page-size``."""
+        """The option on the command line, e.g. ``--page-size``."""
         return flag_of(self.name)
 
     @property
     def help(self) -> str:
-        """What the option does."""
+        """The description of the option's effect."""
         return self.declaration.help
 
     @property
@@ -140,13 +140,13 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that are allowed; empty if any value of its type may be."""
+        """The words that are allowed; empty if every value of the type is."""
         if issubclass(self.kind, StrEnum):
             return tuple(one.value for one in self.kind)
         return self.declaration.choices
 
     def checked(self, value: Any) -> Any:
-        """`value` in the field's type: a word of a StrEnum becomes its member.
+        """Convert `value` to the field's type: a word of a StrEnum becomes its member.
 
         Raises ValueError, which says what the value must be, if it is not allowed.
         """
@@ -168,7 +168,7 @@ class Option:
 
     @property
     def bounds(self) -> str:
-        """Which numbers are allowed, in words; empty if all are."""
+        """The allowed numbers, in words; empty if all are."""
         declared = self.declaration
         if declared.at_least is not None and declared.at_most is not None:
             return f"in [{declared.at_least:g}, {declared.at_most:g}]"
@@ -187,7 +187,7 @@ class Option:
 
 
 def options_of(owner: type) -> tuple[Option, ...]:
-    """The options that a dataclass and its bases declare: by section, its own before a base's."""
+    """The options that a dataclass and its bases declare, by section; its own before a base's."""
     fields = {field.name: field for field in dataclasses.fields(owner)}
     kinds = typing.get_type_hints(owner)
     found = [
@@ -201,12 +201,12 @@ def options_of(owner: type) -> tuple[Option, ...]:
 
 
 def values_for(owner: type, options: object) -> dict[str, Any]:
-    """What `options` have of the options that `owner` declares, by name: its own arguments."""
+    """The values in `options` of all options that `owner` declares, by name."""
     return {one.name: getattr(options, one.name) for one in options_of(owner)}
 
 
 def flag_of(name: str) -> str:
-    """A field's name as the command line spells it."""
+    """Spell a field's name as the command line does."""
     return "--" + name.replace("_", "-")
 
 

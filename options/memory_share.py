@@ -1,4 +1,4 @@
-"""An amount of memory that is told as a part of a device's."""
+"""An amount of memory given as a share of a device's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _AUTO: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """What a worker may take of its GPU's memory, weights and all else included."""
+    """The share of its GPU's memory that a worker may take, weights and all else included."""
 
     part: float
 
     @classmethod
     def parse(cls, text: str) -> MemoryShare | None:
-        """Read ``auto``, ``0.85`` or ``85%``; None: it is written otherwise, as whole bytes are.
+        """Read ``auto``, ``0.85`` or ``85%``; None: another form, such as whole bytes.
 
-        Raises ValueError, with a message that says what is wrong.
+        Raises ValueError for a share out of range.
         """
         if text.strip() == "auto":
             return cls(_AUTO)

@@ -1,4 +1,4 @@
-"""What routers and workers are told of how they are to be observed."""
+"""Options for the traces and logs of routers and workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrelay.options.declaration import Section, option
 
 
 class LogFormat(StrEnum):
-    """How processes write their logs."""
+    """The format of the processes' logs."""
 
     TEXT = "text"
     """For people."""
@@ -19,7 +19,7 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ObservingOptions:
-    """The options that every process of a cluster is told."""
+    """The options that every process of a cluster gets."""
 
     otlp: str | None = option(
         None,

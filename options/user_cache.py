@@ -1,4 +1,4 @@
-"""Where a user's caches are, by the XDG Base Directory Specification."""
+"""The place of a user's caches, by the XDG Base Directory Specification."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
-    """Serves `kvrelay.v1.HandOverService`.
+    """The service `kvrelay.v1.HandOverService`.
 
     Args:
-        agent: whose pool the decode workers read.
+        agent: the agent of the pools that decode workers read.
         inbox: the engine's.
     """
 
@@ -42,7 +42,7 @@ class HandOverService(hand_over_pb2_grpc.HandOverServiceServicer):
         request: hand_over_pb2.DescribeAgentRequest,
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[hand_over_pb2.DescribeAgentResponse]:
-        """Tell a puller how to read this worker's pool; it probes the transport, then it leaves."""
+        """Tell a puller how to read this worker's pool; the call lasts while it is probed."""
         await check_incarnation(context, request.incarnation, self._agent.incarnation, self._inbox)
         self._agent.begin_serving()
         try:

@@ -42,7 +42,7 @@ from kvrelay.wire.submit import RequestKey
 
 
 class HandOvers:
-    """Answers the decode workers.
+    """The answers to the decode workers.
 
     A request is released when its stream ends or its pages were read.
 
@@ -50,9 +50,9 @@ class HandOvers:
         context: the worker's memory, requests and outputs.
         queue: releases requests.
         agent: hashes pages that are compared.
-        inbox: where the hashes arrive.
+        inbox: gets the hashes.
         timeout: seconds after which a silent decode worker is given up.
-        histories: reads what decode workers lend.
+        histories: reads the pages that decode workers lend.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class HandOvers:
         self._timeout = timeout
         self._histories = histories
         self.check = PeriodicCheck(timeout / CHECKS_IN_TIMEOUT)
-        """When silent decode workers are looked for next."""
+        """The timer of the search for silent decode workers."""
         # Streams whose submission has not arrived yet: either may be first.
         self._early: dict[RequestKey, HandOverStream] = {}
 
     @property
     def streams(self) -> list[HandOverStream]:
-        """All that are open."""
+        """All streams that are open."""
         live = [request.stream for request in self._context.requests.values()]
         return [stream for stream in [*live, *self._early.values()] if stream is not None]
 
     def take_early_stream(self, key: RequestKey) -> HandOverStream | None:
-        """The stream that was opened before its request came, if there is one; once."""
+        """Take the stream that was opened before its request came, if there is one."""
         return self._early.pop(key, None)
 
     def handle(self, message: PrefillMessage) -> None:
-        """Take what the streams' carrier or the hasher has posted."""
+        """Take a message of the streams' carrier or of the hasher."""
         match message:
             case StreamOpened():
                 self._open(message.stream)
@@ -104,13 +104,13 @@ class HandOvers:
                 assert_never(message)
 
     def end_streams_of(self, decode_incarnation: str) -> None:
-        """End all streams of a decode worker that is dead: the network may not tell."""
+        """End all streams of a decode worker that is dead, as the network may not report it."""
         for stream in self.streams:
             if stream.decode_incarnation == decode_incarnation:
                 self._end_stream(stream, HandOverEnd.ABORTED, "the decode worker left")
 
     def end_silent_streams(self) -> None:
-        """End the streams on which nothing was heard for too long."""
+        """End the streams that were silent for too long."""
         now = time.monotonic()
         if not self.check.is_due(now):
             return
@@ -196,7 +196,7 @@ class HandOvers:
             return
         mismatches = count_mismatches(hashed.own, hashed.theirs)
         send(self._context, request, request.hand_over.on_verified(mismatches))
-        # It may be what was computed here that is wrong: nobody is to find it.
+        # The pages computed here may be the wrong ones, so no request may find them.
         self._queue.release(request, Outcome.FAILED if mismatches else Outcome.HANDED_OVER)
 
     def _end_stream(self, stream: HandOverStream, reason: HandOverEnd, error: str) -> None:

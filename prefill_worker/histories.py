@@ -1,9 +1,10 @@
-"""Reads what decode workers keep of prompts, before the rest is computed: the hand-over in reverse.
+"""The reads of prompts' pages that decode workers keep, a hand-over in reverse.
 
-A turn's session lies on its decode worker, or what is left of it in the prefix index. That one
-lends it with the grant, and keeps it untouched while the stream lives. Here the request has memory
-for its whole prompt before anything is read; it is computed once the decode worker has confirmed
-what was read, and until then nothing of it is announced, published or sampled.
+A turn's session lies on its decode worker, or the rest of it in the prefix index there. The decode
+worker lends it with the grant, and keeps it untouched while the stream lives.
+
+Here the request has memory for its whole prompt before anything is read. It is computed once the
+decode worker has confirmed the pages. Until then nothing of it is announced, published or sampled.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from kvrelay.wire.output import FailureReason
 logger = logging.getLogger(__name__)
 
 _FADES = 0.95
-"""What is left of the expected overhead of reads after one that it has prevented."""
+"""The factor on the expected overhead of reads after each read that it has prevented."""
 
 
 class Histories:
-    """Decides which histories are read, and reads them.
+    """The choice of the histories that are read, and their reads.
 
     Args:
         context: the worker's memory, requests and outputs.
         agent: reads and hashes.
         inbox: where reads and hashes report their end.
-        verify_pages: which pages are compared.
+        verify_pages: the pages to compare.
         timeout: seconds that a peer may be silent.
-        on_valid: called with a request whose history is here: compute the rest.
+        on_valid: called with a request whose history is here, to compute the rest.
         fail: ends a request for a cause that another attempt may not meet.
     """
 
@@ -73,10 +74,10 @@ class Histories:
         self._fail = fail
         self._overhead_seconds = 0.0
         self._met: set[str] = set()
-        """Decode workers that were read from: the first read also connects."""
+        """The decode workers that were read from: the first read also connects."""
 
     def take(self, request: PrefillRequest, grant: Grant) -> None:
-        """Note what a grant lends. Raises `ProtocolError` if it cannot be a part of the prompt."""
+        """Note the history that a grant lends; `ProtocolError` if it is no part of the prompt."""
         history, shape = grant.history, self._context.kv_cache.shape
         if history is None:
             return
@@ -90,13 +91,13 @@ class Histories:
         request.history = history
 
     def begin(self, request: PrefillRequest) -> bool:
-        """Read what the decode worker has and this one lacks, if that is sooner than computing it.
+        """Read the decode worker's pages that are missing here, if that is faster than computing.
 
         Args:
             request: has memory promised for its whole input, and nothing of it announced.
 
         Returns:
-            Whether it is read: `on_valid` is called later. If not, nothing has changed.
+            Whether they are read: `on_valid` is called later. If not, nothing has changed.
         """
         history, held, stream = request.history, request.held, request.stream
         if history is None or stream is None:
@@ -127,7 +128,7 @@ class Histories:
         return True
 
     def read(self, message: HistoryRead, request: PrefillRequest | None) -> None:
-        """A read has ended, well or not; `request` is None if it does not live any more."""
+        """Take the end of a read, well or not; `request` is None if it has ended."""
         pull = message.pull
         self._context.metrics.count_pull(pull)
         if pull.state is PullState.FAILED:
@@ -147,12 +148,12 @@ class Histories:
         self._compare_or_say_done(request, message.stream)
 
     def hashed(self, message: HistoryHashed, request: PrefillRequest | None) -> None:
-        """Send the sums of what was read with its Done."""
+        """Send the sums of the pages that were read with its Done."""
         if request is not None:
             self._send_done(request, message.sums)
 
     def released(self, request: PrefillRequest, message: Released) -> None:
-        """The decode worker has confirmed what was read, or not: it is used, or the request fails.
+        """Use the pages that were read, or fail the request, by the decode worker's verdict.
 
         Raises `ProtocolError` if the decode worker was not asked.
         """
@@ -169,9 +170,10 @@ class Histories:
         self._on_valid(request)
 
     def _learn(self, load: HistoryLoad) -> None:
-        """Note what messages took beside the read; it fades while it keeps reads from being made.
+        """Learn the time that messages took beside the read.
 
-        A peer's first read counts for nothing: it connects the two.
+        The estimate fades while it prevents reads. A peer's first read does not count, because it
+        connects the two.
         """
         if load.pull.peer in self._met:
             took = time.monotonic() - load.begun - load.pull.seconds
@@ -179,7 +181,7 @@ class Histories:
         self._met.add(load.pull.peer)
 
     def forget(self, incarnation: str) -> None:
-        """A decode worker is dead."""
+        """Forget a decode worker that is dead."""
         self._met.discard(incarnation)
 
     def fail_stuck(self) -> None:
@@ -194,13 +196,13 @@ class Histories:
                 self._fail_load(request, FailureReason.READ_FAILED, error)
 
     def _seconds_to_read(self, history: History, pages: int) -> float:
-        """Expected; the least that messages and connections took beside a read comes on top."""
+        """Estimate the seconds of a read, with the least overhead of messages so far."""
         if not history.bytes_per_second:
             return self._overhead_seconds
         return self._overhead_seconds + pages * self._agent.page_bytes / history.bytes_per_second
 
     def _seconds_to_compute(self, first: int, end: int) -> float:
-        """Expected, for pages of a prompt; infinite while nothing was measured."""
+        """Estimate the seconds to compute pages of a prompt; infinite if nothing was measured."""
         page_size, speeds = (
             self._context.kv_cache.shape.page_size,
             self._context.speed_learner.speeds,

@@ -1,9 +1,10 @@
-"""Lets decode workers read pages of the host tier, which are not waited for on the device.
+"""The pages of the host tier that decode workers read without waiting for them on the device.
 
-A prompt's prefix that lies on the host alone is needed on the device as well: what follows is
-computed behind it. But its decode worker has memory from the grant on, and reads it from the host
-while it comes to the device, while the prompt waits for memory, or while it is computed. The pages
-are held as announced pages of the device are: until the stream ends.
+A prompt's prefix that lies on the host alone is needed on the device as well, because the rest is
+computed behind it. But its decode worker has memory from the grant on. It reads the prefix from the
+host meanwhile: while it is loaded, while the prompt waits for memory, or while it is computed.
+
+The pages are held like announced pages of the device: until the stream ends.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvrelay.wire.hand_over import Announce
 
 
 class HostReads:
-    """Announces pages of the host, and holds them.
+    """The pages of the host that are announced, and held.
 
     Args:
         context: has the tier.
-        announce: tells a request's decode worker of pages.
+        announce: sends pages to a request's decode worker.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class HostReads:
         self._announce = announce
 
     def offer(self, request: PrefillRequest) -> None:
-        """Announce what the host has of a prompt behind what was announced, if it has anything.
+        """Announce the host's pages of a prompt behind those that were announced, if there are any.
 
         Args:
-            request: granted; what its decode worker lends is not to be read any more.
+            request: granted; its decode worker's history is not to be read any more.
         """
         tier, hand_over = self._context.host_tier, request.hand_over
         if tier is None or not hand_over.may_announce_host:
@@ -57,7 +58,7 @@ class HostReads:
         self._context.faults.reach(FaultPhase.LENDING, request.decode_incarnation)
 
     def take_back(self, request: PrefillRequest) -> None:
-        """The request is released: what its decode worker reads now will not be used."""
+        """Take back the pages of a released request; reads of them will not be used."""
         if request.lent:
             tier = self._context.host_tier
             assert tier is not None
@@ -65,11 +66,11 @@ class HostReads:
             request.lent = []
 
     def as_announced(self, request: PrefillRequest, pages: Iterable[LocalPage]) -> list[LocalPage]:
-        """Pages of a request where its decode worker was told to read them.
+        """Locate pages of a request where its decode worker was told to read them.
 
         Args:
             request: has its whole prompt on the device.
-            pages: of it, there.
+            pages: some of its pages, on the device.
         """
         slots = {page.place: page.slot for page in request.lent}
         windowed = self._context.kv_cache.shape.windowed

@@ -23,20 +23,20 @@ from kvrelay.wire.hand_over import Announce, Grant, HandOverEnd
 from kvrelay.wire.output import NO_TIMINGS, RequestEnd
 
 ASK_AHEAD = 4
-"""Requests for each decode worker that may hold its grant, or have asked for it, before their
-turn to compute. Those do not count that the decode worker has ever let wait for others, even if
-they wait for memory by now: it bounds how many these are, and they hold nothing.
-`--grants-ahead` bounds what a decode worker grants to all that ask."""
+"""The most requests of each decode worker that hold a grant, or have asked for one, before their
+turn to compute. Requests that the decode worker has let wait for others do not count, even if they
+wait for memory by now. The decode worker bounds how many these are, and they hold nothing.
+`--grants-ahead` bounds the grants of a decode worker to all prefill workers."""
 _HOLDS_GRANT = (
     PrefillState.ASKED, PrefillState.GRANTED, PrefillState.LOADING, PrefillState.LOADED
 )  # fmt: skip
 
 
 class PromptQueue:
-    """Decides which prompts get memory, and frees it.
+    """The queue that decides which prompts get memory, and frees it.
 
-    A request waits without memory, asks its decode worker to reserve the whole
-    prompt there, and once that is granted reserves its whole prompt here.
+    A request waits without memory, and asks its decode worker to reserve the whole prompt there.
+    Once that is granted, it reserves its whole prompt here.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -44,8 +44,8 @@ class PromptQueue:
         bypass_limit: later requests that may pass one that does not fit.
         publish: give chunks to the prefix index as they are computed.
         prefix_wait: seconds without progress for which a request waits for another's prefix.
-        begin_load: starts to read what a request's decode worker has of it; `False` if nothing
-            is to be read: it is computed at once.
+        begin_load: starts to read the pages that a request's decode worker has. `False` if none are
+            to be read: the request is computed at once.
     """
 
     def __init__(
@@ -70,29 +70,29 @@ class PromptQueue:
         )
         self._loads = TierLoads(context)
         self.host_reads = HostReads(context, self.announce)
-        """Lets decode workers read what is on the host."""
+        """The pages that decode workers read on the host."""
         self._publish = publish
         self._begin_load = begin_load
         self._waiting: list[PrefillRequest] = []
         self.computing: ComputingPrompts[PrefillRequest] = ComputingPrompts(
             context, publish=publish
         )
-        """Requests with memory, whose input is computed; it chooses the chunks of a step."""
+        """The requests with memory, whose input is computed; it chooses the chunks of a step."""
 
     @property
     def waiting(self) -> Sequence[PrefillRequest]:
-        """Requests without memory, in the order in which they came."""
+        """The requests without memory, in the order in which they came."""
         return self._waiting
 
     def add(self, request: PrefillRequest) -> None:
-        """Let a new request wait."""
+        """Queue a new request."""
         self._waiting.append(request)
         self._loads.prefetch(request, request.reusable_len)
 
     def reserve_granted(self) -> None:
         """Reserve memory for the requests that were granted, in turn, and announce cached pages.
 
-        Of those that wait, what is on the host.
+        Requests that must still wait have their pages on the host announced.
         """
         granted = [r for r in self._waiting if r.hand_over.state is PrefillState.GRANTED]
 
@@ -114,7 +114,7 @@ class PromptQueue:
                 self.host_reads.offer(request)
 
     def compute(self, request: PrefillRequest) -> None:
-        """Compute what is not here of a request that has memory, and announce what is."""
+        """Compute the missing part of a request that has memory, and announce the rest."""
         self.computing.add(request)
         self._context.faults.reach(FaultPhase.PREFILLING, request.decode_incarnation)
         self.announce_written_pages(request)
@@ -124,9 +124,9 @@ class PromptQueue:
         return self._context.reserve(request, request.reusable_len)
 
     def ask_for_grants(self) -> None:
-        """Ask the decode workers of the next requests to reserve memory; of each a few ahead.
+        """Ask the decode workers of the next requests to reserve memory, a few ahead for each.
 
-        A request whose prefix is being computed is not asked for: it holds no grant.
+        A request whose prefix is being computed does not ask, so it holds no grant.
         """
         ahead = [r for r in self._waiting if r.hand_over.state in _HOLDS_GRANT]
         asked = Counter(r.decode_incarnation for r in ahead if not r.hand_over.is_held)
@@ -146,13 +146,13 @@ class PromptQueue:
             leaders.append(request)
 
     def _will_publish(self, request: PrefillRequest) -> bool:
-        """Whether a request has been asked for, and has not published all of its input."""
+        """Whether a request has asked for its grant, and has not published all of its input."""
         if request.hand_over.is_announced:
             return not self._publish
         return request.hand_over.state in _HOLDS_GRANT
 
     def take_grant(self, request: PrefillRequest, grant: Grant) -> None:
-        """The request's decode worker has reserved the prompt."""
+        """Note that the request's decode worker has reserved the prompt."""
         request.hand_over.on_grant(grant)
         if request.trace is not None:
             request.trace.end(ASK)
@@ -164,7 +164,7 @@ class PromptQueue:
         self.announce(request, request.hand_over.announce(request.held.tables(), written_pages))
 
     def announce(self, request: PrefillRequest, message: Announce | None) -> None:
-        """Tell the decode worker of pages, if there are any, which it may read from then on."""
+        """Announce pages, if any, to the decode worker, which may read them from then on."""
         if message is None:
             return
         if not request.announced:
@@ -181,9 +181,9 @@ class PromptQueue:
         end: RequestEnd,
         outcome: Outcome = Outcome.ABORTED,
     ) -> None:
-        """Release a request and tell its decode worker. Its router, too, unless it was told.
+        """Release a request and tell its decode worker, and its router unless it was told.
 
-        A router was told once all pages are announced: then the decode worker goes on.
+        The router was told if all pages are announced: then the decode worker goes on.
         """
         told = request.hand_over.is_announced
         send(self._context, request, request.hand_over.end(reason, end.error))
@@ -205,10 +205,10 @@ class PromptQueue:
 
 
 def _leads_for(leader: PrefillRequest, request: PrefillRequest) -> bool:
-    """Whether a request may wait for a leader that may have to wait itself.
+    """Whether a request may wait for a leader that may itself have to wait.
 
-    A decode worker that lets the leader wait would let a request of the same prefix wait as
-    well. Another decode worker may grant that one at once.
+    A decode worker that lets the leader wait would let a request of the same prefix wait as well.
+    Another decode worker may grant the request at once.
     """
     same = leader.decode_incarnation == request.decode_incarnation
     return same or not leader.hand_over.is_held

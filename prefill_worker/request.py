@@ -30,14 +30,14 @@ class HandOverStream(MessageStream[Sequenced[FromPrefill]]):
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A decode worker has opened the hand-over stream of a request."""
+    """A message: a decode worker has opened the hand-over stream of a request."""
 
     stream: HandOverStream
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """The decode worker has sent a message."""
+    """A message: the decode worker has sent a message."""
 
     stream: HandOverStream
     sequenced: Sequenced[FromDecode]
@@ -45,7 +45,7 @@ class StreamMessage:
 
 @dataclass(frozen=True, slots=True)
 class PagesHashed:
-    """The pages whose sums the decode worker has sent were hashed here, too."""
+    """A message: the pages whose sums the decode worker has sent were hashed here, too."""
 
     stream: HandOverStream
     own: Sequence[PageSum]
@@ -54,7 +54,7 @@ class PagesHashed:
 
 @dataclass(frozen=True, slots=True)
 class HistoryRead:
-    """A read of what the decode worker has of a request's prompt has ended, well or not."""
+    """A message: a read of the decode worker's pages of a prompt has ended, well or not."""
 
     stream: HandOverStream
     pull: Pull
@@ -62,7 +62,7 @@ class HistoryRead:
 
 @dataclass(frozen=True, slots=True)
 class HistoryHashed:
-    """What was read of it, and is to be compared, was hashed."""
+    """A message: the pages of such a read that are to be compared were hashed."""
 
     stream: HandOverStream
     sums: tuple[PageSum, ...]
@@ -74,47 +74,47 @@ class HistoryLoad:
 
     pull: Pull
     first_page: int
-    """Of the prompt, that is read; those before it are in the prefix index."""
+    """The first page of the prompt that is read; those before it are in the prefix index."""
     end_page: int
     begun: float
-    """By `time.monotonic`."""
+    """The moment when it began, by `time.monotonic`."""
     is_read: bool = False
-    """The read has ended well; what was read may still have to be hashed."""
+    """Whether the read has ended well; its pages may still have to be hashed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The stream has ended, and with it the lease on the request's pages."""
+    """A message: the stream has ended, and with it the lease on the request's pages."""
 
     stream: HandOverStream
 
 
 StreamEvent: TypeAlias = StreamOpened | StreamMessage | StreamClosed
-"""What the carrier of the streams posts."""
+"""The messages that the carrier of the streams posts."""
 PrefillMessage: TypeAlias = StreamEvent | PagesHashed | HistoryRead | HistoryHashed
-"""What the prefill scheduler takes beside the commands that every scheduler takes."""
+"""The messages of the prefill scheduler, beside the commands that every scheduler takes."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PrefillRequest(Request):
-    """A prompt to compute and to hand over."""
+    """A request whose prompt is computed here and handed over."""
 
     hand_over: PrefillHandOver
     stream: HandOverStream | None = None
     announced: bool = False
-    """Its decode worker may read pages of it."""
+    """Whether its decode worker may read pages of it."""
     history: History | None = None
-    """What its decode worker lends of it."""
+    """The history that its decode worker lends."""
     load: HistoryLoad | None = None
-    """The read of that, ended or not: it fences its pages."""
+    """The read of the history, ended or not: it fences its pages."""
     lent: list[HostPage] = field(default_factory=list)
     """Pages of the host tier that its decode worker may read: held until its stream ends."""
     host_looked_at: int = -1
-    """The tier's version when all that it had of the request was announced."""
+    """The tier's version when all its pages of the request were announced."""
 
     @property
     def is_loading(self) -> bool:
-        """Whether what its decode worker lends is being read, or was and is not confirmed."""
+        """Whether the history is being read, or was read and is not confirmed."""
         return self.hand_over.state in (PrefillState.LOADING, PrefillState.LOADED)
 
     @property

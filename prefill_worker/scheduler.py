@@ -48,14 +48,14 @@ _PHASES: Final = {
 
 
 class PrefillScheduler:
-    """Schedules prompts; the `Scheduler` of a prefill worker.
+    """The `Scheduler` of a prefill worker.
 
-    A request waits without memory, asks its decode worker for memory there, is
-    granted it, reserves its whole prompt here, computes it chunk by chunk and keeps
-    it, locked, until its hand-over stream ends.
+    A request waits without memory, and asks its decode worker for memory there. Once that is
+    granted, it reserves its whole prompt here and computes it chunk by chunk. It keeps it, locked,
+    until its hand-over stream ends.
 
-    ``PrefillScheduler`` uses ``HandOvers`` (the streams), and both use ``PromptQueue``
-    (memory), never the other way round.
+    ``PrefillScheduler`` uses ``HandOvers`` (the streams), and both use ``PromptQueue`` (memory),
+    never the other way round.
 
     Args:
         context: the worker's memory, requests and outputs.
@@ -79,7 +79,7 @@ class PrefillScheduler:
         self._chunk_tokens = config.chunk_tokens
         self._page_size = context.kv_cache.shape.page_size
         self._turns: Turns[PrefillRequest] = Turns()
-        # What is compared may turn out wrong: it is published after the verdict.
+        # Pages that are compared may turn out wrong: they are published after the verdict.
         publish = config.verify_pages is VerifyPages.OFF
         self._queue = PromptQueue(
             context,
@@ -105,7 +105,7 @@ class PrefillScheduler:
         )
 
     def submit(self, command: Submit) -> None:
-        """Let a new request wait, for a grant of its decode worker and then for memory here."""
+        """Queue a new request, for a grant of its decode worker and then for memory here."""
         request = PrefillRequest.of(
             command,
             hand_over=PrefillHandOver(self._context.kv_cache.shape.windowed),
@@ -132,7 +132,7 @@ class PrefillScheduler:
         self.hand_overs.end_streams_of(incarnation)
 
     def handle(self, message: PrefillMessage) -> None:
-        """Take what concerns a hand-over stream."""
+        """Take a message of a hand-over stream or a read."""
         self.hand_overs.handle(message)
 
     def watch_peers(self) -> None:
@@ -140,14 +140,14 @@ class PrefillScheduler:
         self.hand_overs.end_silent_streams()
 
     def admit(self) -> None:
-        """Reserve memory for what was granted, then ask decode workers for the next grants."""
+        """Reserve memory for granted requests, then ask decode workers for the next grants."""
         self._queue.reserve_granted()
         self._queue.ask_for_grants()
 
     def schedule(self) -> Sequence[Scheduled[PrefillRequest]]:
         """Allocate the pages of the prompts' next chunks, within the token budget.
 
-        Decode workers are told of each prompt's first.
+        Decode workers are told when a prompt's first chunk is computed.
         """
         computing = self._queue.computing
         scheduled = self._turns.next(
@@ -189,7 +189,7 @@ class PrefillScheduler:
         )
 
     def progress(self) -> Iterator[tuple[PrefillRequest, RequestProgress]]:
-        """How far each prompt, and its announcement, has come."""
+        """Yield how far each prompt, and its announcement, has come."""
         pages_for = self._context.kv_cache.shape.pages_for
         for request in self._context.requests.values():
             pages = pages_for(request.input_len)
@@ -208,7 +208,7 @@ class PrefillScheduler:
         self._queue.end_early(request, HandOverEnd.FAILED, failed)
 
     def _complete(self, request: PrefillRequest, tokens: Sequence[SampledToken]) -> None:
-        """The prompt is computed: emit the first tokens, and announce the rest of the pages.
+        """Emit the first tokens of a computed prompt, and announce the rest of the pages.
 
         If the first tokens end all choices, the request is released instead.
         """

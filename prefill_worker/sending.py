@@ -1,4 +1,4 @@
-"""Sends messages of the prefill side on a request's hand-over stream."""
+"""The sending of the prefill side's messages on a request's hand-over stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a prefill worker."""
+"""The assembly of a prefill worker."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class PrefillPlugin:
 
 
 def build(config: WorkerConfig) -> Worker:
-    """A prefill worker that is not started yet."""
+    """Make a prefill worker that is not started yet."""
     return Worker(config, PrefillPlugin)

@@ -1,4 +1,4 @@
-"""Who calls: the name, the rights and the limits that go with a token."""
+"""Callers: the name, the rights and the limits that go with a token."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import StrEnum
 
 
 class Right(StrEnum):
-    """What a token may be good for."""
+    """A right that a token may have."""
 
     GENERATE = "generate"
-    """Generate, Abort, Tokenize and Detokenize."""
+    """The right to Generate, Abort, Tokenize and Detokenize."""
     ADMIN = "admin"
-    """The admin service, the metrics at --http, and what workers show of all tenants' prompts."""
+    """The right to the admin service, the metrics at --http, and workers' views of all prompts."""
     PRIORITIES = "priorities"
-    """A request's priority may be below 0: before those of others."""
+    """The right to a priority below 0, before the requests of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +22,23 @@ class Caller:
     """A client, as its token identifies it. Request ids belong to its name."""
 
     name: str
-    """Unique among the tokens; empty if the router asks for none."""
+    """The token's name, unique in its file; empty if the router asks for no token."""
     tenant: str
-    """Callers of one tenant find each other's cached prefixes, and no others do."""
+    """The tenant; only callers of one tenant find each other's cached prefixes."""
     rights: frozenset[Right]
     max_live_requests: int | None = None
-    """At the same time; None: no limit of its own."""
+    """The most live requests at the same time; None: no limit of its own."""
     max_queued_prompt_tokens: int | None = None
-    """Of its requests that wait for their first token, together; None: no limit."""
+    """The most prompt tokens of its requests that wait for their first token; None: no limit."""
     max_grammar_bytes: int | None = None
-    """Of the grammars of its live requests, together; None: no limit of its own."""
+    """The most bytes of its live requests' grammars, together; None: no limit of its own."""
 
     def may(self, right: Right) -> bool:
-        """Whether it has this right."""
+        """Whether the caller has this right."""
         return right in self.rights
 
     def namespace(self, cache_salt: str) -> str:
-        """The part of the prefix index that its requests with this salt use.
+        """The part of the prefix index that the caller's requests with this salt use.
 
         Two different pairs never have the same one, because a tenant contains no slash.
         """
@@ -46,4 +46,4 @@ class Caller:
 
 
 ANYBODY = Caller("", "", frozenset(Right))
-"""Calls on a router that asks for no token."""
+"""The caller of a router that asks for no token."""

@@ -1,4 +1,4 @@
-"""What a router is told at its start."""
+"""Options and configuration of a router."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kvrelay.options.observing import ObservingOptions
 
 
 class ToolParser(StrEnum):
-    """How calls of tools are found in a chat's output."""
+    """The parser that finds calls of tools in a chat's output."""
 
     AUTO = "auto"
-    """As the chat template tells the model to write them."""
+    """The form that the chat template tells the model to use."""
     NONE = "none"
-    """They are not: they are content."""
+    """No parser: calls stay in the content."""
     HERMES = "hermes"
-    """Each between two tags, in JSON, as Hermes and Qwen write them."""
+    """JSON, each call between two tags, as Hermes and Qwen write them."""
     LLAMA3_JSON = "llama3_json"
-    """In JSON alone, as Llama 3."""
+    """Bare JSON, as Llama 3 writes calls."""
     PYTHONIC = "pythonic"
-    """As a list in Python, as Llama 3.2 and 4."""
+    """A Python list, as Llama 3.2 and 4 write calls."""
 
 
 class ReasoningFormat(StrEnum):
-    """How reasoning is found in a chat's output."""
+    """The parser that finds reasoning in a chat's output."""
 
     AUTO = "auto"
-    """Between tags, if the chat template has them."""
+    """Reasoning between tags, if the chat template has them."""
     NONE = "none"
-    """It is not: it is content."""
+    """No parser: reasoning stays in the content."""
     THINK = "think"
-    """Between <think> and </think>, as Qwen 3 and DeepSeek-R1 write it."""
+    """Reasoning between <think> and </think>, as Qwen 3 and DeepSeek-R1 write it."""
 
 
 class PlacementMode(StrEnum):
-    """Who computes prompts, where there are prefill and decode workers."""
+    """The workers that compute prompts, where there are prefill and decode workers."""
 
     ADAPTIVE = "adaptive"
     """A prefill worker, or the decode worker itself where the first token is expected sooner."""
@@ -47,17 +47,17 @@ class PlacementMode(StrEnum):
 
 
 class MetricNames(StrEnum):
-    """Under which names the router exports its metrics."""
+    """The names under which the router exports its metrics."""
 
     KVRELAY = "kvrelay"
-    """Its own."""
+    """Only the router's own names."""
     VLLM = "vllm"
-    """vLLM's beside its own."""
+    """vLLM's names beside the router's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions(ObservingOptions):
-    """The options of `kvrelay serve` that the router is told as they are."""
+    """The options of `kvrelay serve` that the router gets unchanged."""
 
     placement: PlacementMode = option(
         PlacementMode.ADAPTIVE,
@@ -260,31 +260,31 @@ class RouterOptions(ObservingOptions):
 
 @dataclass(frozen=True)
 class RouterConfig(RouterOptions):
-    """Everything one router needs to know. Built once, by `deploy`."""
+    """The whole configuration of one router. Built once, by `deploy`."""
 
     model_name: str
-    """What clients call the model."""
+    """The model's name for clients."""
     model_path: Path
     """The checkpoint folder; its tokenizer.json is read."""
     dtype: str
     """The workers' dtype, reported by GetModelInfo."""
     grpc_address: str
-    """Where clients connect; port 0: any free one."""
+    """The address where clients connect; port 0: any free one."""
     metrics_address: str
-    """Where Prometheus reads; port 0: any free one."""
+    """The address where Prometheus reads; port 0: any free one."""
     http_address: str | None = None
-    """Where clients of OpenAI's API connect; port 0: any free one. None: nowhere."""
+    """The address where clients of OpenAI's API connect; port 0: any free one. None: nowhere."""
     admin_address: str = "127.0.0.1:0"
-    """Where operators connect, if the router has an administrator."""
+    """The address where operators connect, if the router has an administrator."""
     itl_target_seconds: float | None = None
-    """What decode workers keep beside requests that generate; None: as they have learnt."""
+    """The longest decode step with prompts beside running requests; None: the learnt bound."""
     retry_after_ms: int = 500
-    """When a client that was refused should try again."""
+    """The time after which a refused client should try again."""
     shutdown_grace_seconds: float = 5.0
-    """How long `stop` lets live requests go on before it ends them."""
+    """The time for which `stop` lets live requests go on before it ends them."""
     worker_tls: TlsFiles | None = None
-    """Shown to workers, who must show one of the same authority; None: plain text."""
+    """The certificate for workers, who must show one of the same authority; None: plain text."""
     front_tls: TlsFiles | None = None
-    """Shown to clients, who show none; None: plain text."""
+    """The certificate for clients, who need to show none; None: plain text."""
     admin_tls: TlsFiles | None = None
-    """Shown to operators, who show none; None: plain text."""
+    """The certificate for operators, who need to show none; None: plain text."""

@@ -1,4 +1,4 @@
-"""How the router learns which workers there are: `deploy` implements `Discovery`."""
+"""The router's source of the list of workers: `deploy` implements `Discovery`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrelay.wire.worker_info import WorkerInfo
 
 
 class Discovery(Protocol):
-    """Lists the live workers. Used on the router's event loop only."""
+    """The list of live workers. Used on the router's event loop only."""
 
     def endpoints(self) -> Sequence[WorkerInfo]:
         """The workers that are live now. Must not block."""
@@ -21,19 +21,19 @@ class Discovery(Protocol):
         ...
 
     def successor(self) -> str:
-        """``host:port`` of another cluster's controller, whose workers are to get new requests.
+        """The address, ``host:port``, of another cluster's controller, to shift new requests to.
 
         Empty: there is none. Must not block.
         """
         ...
 
     async def changed(self) -> None:
-        """Returns after the next change; registers before it first suspends."""
+        """Return after the next change; register before the first suspension."""
         ...
 
 
 class StaticDiscovery:
-    """Lists of workers that somebody replaces when they change."""
+    """Lists of workers that their owner replaces when they change."""
 
     def __init__(self, endpoints: Sequence[WorkerInfo] = ()) -> None:
         self._endpoints = tuple(endpoints)
@@ -42,27 +42,27 @@ class StaticDiscovery:
         self._changes = Notifier()
 
     def endpoints(self) -> Sequence[WorkerInfo]:
-        """The list as last given."""
+        """The latest given list."""
         return self._endpoints
 
     def awaited(self) -> Sequence[WorkerInfo]:
-        """The list as last given."""
+        """The latest given list."""
         return self._awaited
 
     def successor(self) -> str:
-        """As last given."""
+        """The latest given successor."""
         return self._successor
 
     def shift_to(self, successor: str) -> None:
-        """Names the successor and wakes those who wait in `changed`; call it on the event loop."""
+        """Set the successor and wake the waiters in `changed`; call it on the event loop."""
         self._successor = successor
         self._changes.notify_all()
 
     def replace(self, endpoints: Sequence[WorkerInfo], awaited: Sequence[WorkerInfo] = ()) -> None:
-        """Replaces the lists and wakes those who wait in `changed`; call it on the event loop."""
+        """Replace the lists and wake the waiters in `changed`; call it on the event loop."""
         self._endpoints, self._awaited = tuple(endpoints), tuple(awaited)
         self._changes.notify_all()
 
     async def changed(self) -> None:
-        """Returns after the next `replace`."""
+        """Return after the next `replace` or `shift_to`."""
         await self._changes.wait()

@@ -47,16 +47,16 @@ class StartError(Exception):
 
 
 class RequestError(Exception):
-    """A request ends without a completion."""
+    """The end of a request without a completion."""
 
     outcome: ClassVar[str]
-    """Its value of the `outcome` metric label."""
+    """The error's value of the `outcome` metric label."""
     retry_after_ms: int | None = None
-    """When the client should try again; None: the error does not say."""
+    """The time after which the client should try again; None: the error does not say."""
 
 
 class InvalidField(RequestError):  # noqa: N818 - the name says what it is
-    """A field of the request cannot be served as it is."""
+    """A field of the request that cannot be served as it is."""
 
     outcome = "invalid"
 
@@ -67,14 +67,14 @@ class InvalidField(RequestError):  # noqa: N818 - the name says what it is
 
 
 class UnknownModel(InvalidField):
-    """The request means another model than the served one."""
+    """A request for another model than the served one."""
 
     def __init__(self, served: str, asked: str) -> None:
         super().__init__("model", f"must be {served!r} or empty, got {asked!r}")
 
 
 class NotPermitted(RequestError):  # noqa: N818
-    """The caller's token lacks the right to a field's value."""
+    """A field's value that the caller's token lacks the right to."""
 
     outcome = "denied"
 
@@ -84,7 +84,7 @@ class NotPermitted(RequestError):  # noqa: N818
 
 
 class AlreadyExists(RequestError):  # noqa: N818
-    """A live request has this id and another body, or is a turn of a session that was closed."""
+    """A live request with this id and another body, or one of a session that was closed."""
 
     outcome = "conflict"
 
@@ -93,7 +93,7 @@ class AlreadyExists(RequestError):  # noqa: N818
 
 
 class SessionExists(RequestError):  # noqa: N818
-    """The caller has a session with this id."""
+    """A session of the caller that has this id already."""
 
     outcome = "conflict"
 
@@ -102,7 +102,7 @@ class SessionExists(RequestError):  # noqa: N818
 
 
 class UnknownSession(RequestError):  # noqa: N818
-    """The caller has no session with this id here: it was closed, has expired, or is elsewhere."""
+    """A session id that the caller has not here: closed, expired, or on another router."""
 
     outcome = "unknown_session"
 
@@ -114,7 +114,7 @@ class UnknownSession(RequestError):  # noqa: N818
 
 
 class UnknownHistory(RequestError):  # noqa: N818
-    """Nobody has the history that a digest names."""
+    """A history's digest that neither router nor workers know."""
 
     outcome = "unknown_history"
 
@@ -126,7 +126,7 @@ class UnknownHistory(RequestError):  # noqa: N818
 
 
 class SessionBusy(RequestError):  # noqa: N818
-    """Another turn of the session runs."""
+    """A session of which another turn runs."""
 
     outcome = "session_busy"
 
@@ -137,7 +137,7 @@ class SessionBusy(RequestError):  # noqa: N818
 
 
 class SessionsFull(RequestError):  # noqa: N818
-    """The router keeps as many sessions, or as many tokens of them, as it takes."""
+    """A refusal: the router has as many sessions, or tokens of them, as it takes."""
 
     outcome = "overloaded"
 
@@ -147,7 +147,7 @@ class SessionsFull(RequestError):  # noqa: N818
 
 
 class Overloaded(RequestError):  # noqa: N818
-    """As many requests are live as the router takes: `--max-live-requests`."""
+    """A refusal: as many requests are live as `--max-live-requests` allows."""
 
     outcome = "overloaded"
 
@@ -160,7 +160,7 @@ class Overloaded(RequestError):  # noqa: N818
 
 
 class TextQueueFull(RequestError):  # noqa: N818
-    """The texts that are being tokenized are as long as the router takes: `--max-text-bytes`."""
+    """A refusal: the texts that are being tokenized have reached `--max-text-bytes`."""
 
     outcome = "overloaded"
 
@@ -173,7 +173,7 @@ class TextQueueFull(RequestError):  # noqa: N818
 
 
 class GrammarQueueFull(RequestError):  # noqa: N818
-    """As many grammars wait to be checked as the router takes, of this caller or of all."""
+    """A refusal: too many grammars of this caller, or of all, wait to be checked."""
 
     outcome = "overloaded"
 
@@ -186,7 +186,7 @@ class GrammarQueueFull(RequestError):  # noqa: N818
 
 
 class GrammarsFull(RequestError):  # noqa: N818
-    """The grammars of live requests take as much as the router lets them: `--max-grammar-bytes`."""
+    """A refusal: the grammars of live requests have reached `--max-grammar-bytes`."""
 
     outcome = "overloaded"
 
@@ -199,7 +199,7 @@ class GrammarsFull(RequestError):  # noqa: N818
 
 
 class OverLimit(RequestError):  # noqa: N818
-    """The caller has as much on this router as its token allows."""
+    """A refusal: the caller has as much on this router as its token allows."""
 
     outcome = "limited"
 
@@ -212,13 +212,13 @@ class OverLimit(RequestError):  # noqa: N818
 
 
 class SlowReader(RequestError):  # noqa: N818
-    """The client reads its stream too slowly: `--max-unread-bytes`, `--read-timeout`."""
+    """A client that reads its stream too slowly: `--max-unread-bytes`, `--read-timeout`."""
 
     outcome = "slow_reader"
 
 
 class DeadlineExceeded(RequestError):  # noqa: N818
-    """The deadline that the client gave its call has passed."""
+    """A deadline of a client's call that has passed."""
 
     outcome = "deadline"
 
@@ -227,11 +227,11 @@ class DeadlineExceeded(RequestError):  # noqa: N818
 
 
 class DeadlineTooNear(RequestError):  # noqa: N818
-    """No first token can be expected before the deadline: `--deadline-margin`.
+    """A refusal: no first token is expected before the deadline (`--deadline-margin`).
 
-    A client that sets deadlines is ready for this status, and it ends as it would have, later. It
-    is not RESOURCE_EXHAUSTED, which clients try again at once: that would not help a prompt that
-    takes longer than its deadline, and workers that are behind do not need the call again.
+    A client that sets deadlines expects this status, which the call would end with later. It is not
+    RESOURCE_EXHAUSTED, which clients try again at once. A retry would not help a prompt that takes
+    longer than its deadline, and would add load to workers that are behind.
     """
 
     outcome = "deadline_refused"
@@ -245,7 +245,7 @@ class DeadlineTooNear(RequestError):  # noqa: N818
 
 
 class Unavailable(RequestError):  # noqa: N818
-    """No worker can serve the request now, or the one that did is lost."""
+    """A request that no worker can serve now, or whose worker is lost."""
 
     outcome = "unavailable"
 
@@ -256,23 +256,23 @@ class Unavailable(RequestError):  # noqa: N818
 
 
 class DataLoss(RequestError):  # noqa: N818
-    """KV arrived with other bytes than were computed; `--strict` forbids to compute it again."""
+    """KV that arrived damaged; `--strict` forbids to compute it again."""
 
     outcome = "data_loss"
 
 
 class InternalFailure(RequestError):  # noqa: N818
-    """A worker failed the request and another attempt would fail too."""
+    """A worker's failure of the request that another attempt would repeat."""
 
     outcome = "internal"
 
 
 class AdminError(Exception):
-    """An operator's call cannot be carried out."""
+    """An operator's call that cannot be carried out."""
 
 
 class UnknownWorker(AdminError):  # noqa: N818
-    """There is no worker of this name."""
+    """A name that no worker has."""
 
     def __init__(self, worker: str, names: Iterable[str]) -> None:
         known = ", ".join(sorted(names)) or "none"
@@ -280,16 +280,16 @@ class UnknownWorker(AdminError):  # noqa: N818
 
 
 class CannotScale(AdminError):  # noqa: N818
-    """The cluster cannot have so many workers."""
+    """A number of workers that the cluster has no room for, or a change during another."""
 
 
 class CannotRoll(AdminError):  # noqa: N818
-    """The workers cannot be replaced so, or not now."""
+    """A roll that is impossible with these options, or impossible now."""
 
 
 class CannotShift(AdminError):  # noqa: N818
-    """The routers cannot be led to another cluster."""
+    """A shift of the routers to another cluster that is impossible."""
 
 
 class CannotDrain(AdminError):  # noqa: N818
-    """The worker cannot be drained now."""
+    """A worker that cannot be drained now."""

@@ -1,4 +1,4 @@
-"""A request after validation: every field concrete, nothing left to default."""
+"""A request after validation: every field concrete, no default left open."""
 
 from __future__ import annotations
 
@@ -15,60 +15,61 @@ from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output is kept to, once it was found to be possible."""
+    """The grammar that an output must follow, known to compile."""
 
     key: bytes
-    """Equal for equal ones alone: workers compile these once."""
+    """A key that only equal grammars share: workers compile them once."""
     num_bytes: int
-    """That it takes where it is compiled, before any token has come."""
+    """The bytes that it takes where it is compiled, before any token has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What the workers are asked to do."""
+    """A validated request, from which its submissions to workers are made."""
 
     submission: SubmitRequest
-    """What they are told of it, whatever the attempt; the prompt itself stays in `input_ids`."""
+    """The submission that all attempts begin with; the prompt itself stays in `input_ids`."""
     fingerprint: bytes
-    """Digest of the body as the client sent it (a drawn seed is not in it):
-    equal ones are the same request, tried again."""
+    """The digest of the body as the client sent it, without a drawn seed.
+
+    Requests with equal digests are the same one, tried again.
+    """
     input_ids: Sequence[int]
-    """Packed, 4 bytes each: there may be many long prompts."""
+    """Prompt token ids, packed in 4 bytes each: there may be many long prompts."""
     caller: Caller
-    """Whose request it is."""
+    """The client that sent the request."""
     marks: PromptMarks = field(default_factory=dict)
-    """Of its prompt's prefixes: by them the router knows who has them."""
+    """The marks of the prompt's prefixes, by which the router knows the workers that have them."""
     turn: Turn | None = None
-    """Of the session whose turn it is."""
+    """The turn of a session that the request is; None: it is none."""
     grammar: Grammar | None = None
-    """Of its structured output."""
+    """The grammar of its structured output."""
 
     @property
     def request_id(self) -> str:
-        """The client's name of it, or the router's where the client gave none."""
+        """The client's id of it, or the router's own."""
         return self.submission.key.request_id
 
     @property
     def params(self) -> GenerationParams:
-        """All that its client has chosen for its outputs."""
+        """The parameters that its client has chosen."""
         return self.submission.sampling_params
 
     @property
     def priority(self) -> int:
-        """Its rank: a lower one is scheduled earlier."""
+        """The priority; lower runs earlier."""
         return self.submission.priority
 
     @property
     def id(self) -> tuple[str, str]:
-        """Unique on a router among live requests: a request id belongs to its caller."""
+        """The id among the router's live requests: a request id is unique for its caller only."""
         return (self.caller.name, self.request_id)
 
     @property
     def total_tokens(self) -> int:
         """Tokens that a decode worker must be able to hold for each choice.
 
-        Not for all of them at once: where they do not fit together, some are
-        retracted and go on later.
+        The choices need not fit together: some are then retracted and go on later.
         """
         return len(self.input_ids) + self.params.stops.max_tokens
 
@@ -76,32 +77,34 @@ class GenerationRequest:
 def in_full_on(
     prompt_logprobs: int | None, alone: Set[WorkerRole] = frozenset()
 ) -> Set[WorkerRole]:
-    """The roles whose workers reuse nothing for a prompt, if they compute it.
+    """The roles whose workers reuse no cached KV for a prompt, if they compute it.
 
     Args:
-        prompt_logprobs: as a `Submission`'s: the whole prompt is to be scored for them.
-        alone: as a `Submission`'s: what others computed may be why a forward has failed there.
+        prompt_logprobs: see `Submission`: they need the whole prompt to be scored.
+        alone: see `Submission`: reused KV may be why a forward has failed there.
     """
     return frozenset(WorkerRole) if prompt_logprobs is not None else alone
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One attempt at some choices of a request, as its workers are told of it.
+    """One attempt at some choices of a request, as sent to its workers.
 
     ::
 
         input_ids   prompt | emitted
-                    [0, num_prompt_tokens) | what an earlier attempt said
+                    [0, num_prompt_tokens) | from earlier attempts
     """
 
     request: GenerationRequest
     message: SubmitRequest
-    """What they are told; `to_worker` adds the input, and what depends on the worker."""
+    """The message to its workers; `to_worker` adds the input, and what depends on the worker."""
     emitted: tuple[int, ...] = ()
     alone: Set[WorkerRole] = frozenset()
-    """On workers of these roles a forward with one of the choices has failed, or may have: they
-    are to have forwards of their own there."""
+    """The roles on whose workers a forward with one of the choices has failed, or may have.
+
+    The choices are to have forwards of their own there.
+    """
 
     @classmethod
     def of(
@@ -139,13 +142,13 @@ class Submission:
         return cls(request, message, emitted, alone)
 
     def traced(self, traceparent: str) -> Submission:
-        """The same, with its span as W3C writes it."""
+        """Copy it with the attempt's span, as W3C writes it."""
         message = dataclasses.replace(self.message, traceparent=traceparent)
         return dataclasses.replace(self, message=message)
 
     @property
     def request_id(self) -> str:
-        """The request's."""
+        """The request's id."""
         return self.request.request_id
 
     @property
@@ -155,17 +158,17 @@ class Submission:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The choices that it is to yield."""
+        """The choices that are wanted; a single one, where something is emitted."""
         return self.message.choices
 
     @property
     def input_len(self) -> int:
-        """Tokens that are to be computed before the next one."""
+        """The number of tokens to be computed before the next one."""
         return len(self.request.input_ids) + len(self.emitted)
 
     @property
     def in_full_on(self) -> Set[WorkerRole]:
-        """The roles whose workers reuse nothing for its prompt, if they compute it."""
+        """The roles whose workers reuse no cached KV for its prompt, if they compute it."""
         return in_full_on(self.message.sampling_params.prompt_logprobs, self.alone)
 
     def kept_on(self, incarnation: str) -> int:
@@ -181,12 +184,12 @@ class Submission:
     def to_worker(
         self, role: WorkerRole, prefill: WorkerInfo | None, cached_tokens: int = 0
     ) -> SubmitRequest:
-        """What its worker of this role is sent.
+        """Make the message to its worker of this role.
 
         Args:
             role: the worker's.
-            prefill: only for a decode worker.
-            cached_tokens: of the input, that the worker is expected to have.
+            prefill: the prefill worker, only for a decode worker.
+            cached_tokens: tokens of the input that the worker is expected to have.
         """
         return dataclasses.replace(
             self.message,

@@ -1,4 +1,4 @@
-"""The gRPC status of each error of `errors.py`."""
+"""The gRPC status of each error in `errors.py`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Handler = Callable[[ServiceT, MessageT, grpc.aio.ServicerContext], Awaitable[Res
 def with_status(
     handler: Handler[ServiceT, MessageT, ResponseT],
 ) -> Handler[ServiceT, MessageT, ResponseT]:
-    """Wraps a handler of a service: an error that it raises ends the call with its status."""
+    """Wrap a service's handler: an error that it raises ends the call with its status."""
 
     @functools.wraps(handler)
     async def call(

@@ -188,11 +188,11 @@ class RouterMetrics(Instruments):
             self.show(RESUBMISSIONS, reason=str(reason))
 
     def total(self, metric: Metric) -> int:
-        """What a counter has counted, over all its labels; any thread."""
+        """The count of a counter, over all its labels; for any thread."""
         return sum(amount for _, amount in self._counted(metric))
 
     def by_outcome(self) -> dict[str, int]:
-        """The requests that have ended, by `REQUESTS`' label; any thread."""
+        """The requests that have ended, by `REQUESTS`' label; for any thread."""
         return {labels["outcome"]: amount for labels, amount in self._counted(REQUESTS)}
 
     def _counted(self, metric: Metric) -> Iterator[tuple[dict[str, str], int]]:
@@ -202,12 +202,12 @@ class RouterMetrics(Instruments):
                 yield sample.labels, int(sample.value)
 
     def stopwatch(self) -> Stopwatch:
-        """Starts to time a request that has just arrived."""
+        """Start to time a request that has just arrived."""
         return Stopwatch(self)
 
 
 class Stopwatch:
-    """Times one request from its arrival and reports to the router's metrics."""
+    """A timer of one request from its arrival, which reports to the router's metrics."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
@@ -220,11 +220,11 @@ class Stopwatch:
         return time.monotonic() - self._arrived
 
     def admitted(self, prompt_tokens: int) -> None:
-        """The request was admitted."""
+        """Note that the request was admitted."""
         self._metrics.count(PROMPT_TOKENS, prompt_tokens)
 
     def delta(self, choice: int, tokens: int) -> None:
-        """Tokens of this choice were streamed; the first of any choice is the request's first."""
+        """Note streamed tokens of this choice; the first of any choice is the request's first."""
         now, latest = time.monotonic(), self._last_delta.get(choice)
         if latest is not None:
             self._metrics.itl_seconds.observe(now - latest)
@@ -234,17 +234,17 @@ class Stopwatch:
         self._metrics.output_tokens.add(tokens)
 
     def contradicted(self, tokens: int) -> None:
-        """So many tokens differed from those that were already streamed."""
+        """Note tokens that differed from those already streamed."""
         self._metrics.count(CONTRADICTED_TOKENS, tokens)
 
     def completed(self, timings: PhaseTimings, cached_tokens: int) -> None:
-        """The request was completed, has spent so long in each phase, and found so much cached."""
+        """Note the request's completion, its seconds in each phase, and its cached tokens."""
         self._metrics.count(CACHED_TOKENS, cached_tokens)
         for phase in ("queue", "prefill", "transfer", "decode"):
             seconds: float = getattr(timings, f"{phase}_seconds")
             self._metrics.observe(PHASE_SECONDS, seconds, phase=phase)
 
     def ended(self, outcome: str) -> None:
-        """The request has its outcome."""
+        """Note that the request has its outcome."""
         self._metrics.observe(E2E_SECONDS, self.seconds)
         self._metrics.count(REQUESTS, outcome=outcome)

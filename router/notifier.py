@@ -1,4 +1,4 @@
-"""Lets coroutines wait until something has changed."""
+"""A wake-up of coroutines that wait for a change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Notifier:
-    """Wakes all coroutines that wait when it is notified, as `asyncio.Condition`, without a lock.
+    """A condition that wakes all waiting coroutines, like `asyncio.Condition` without a lock.
 
     A notification is not stored: look at the state, then call `wait` with no
     `await` in between. For one event loop only.
@@ -16,14 +16,14 @@ class Notifier:
         self._waiting: list[asyncio.Future[None]] = []
 
     def notify_all(self) -> None:
-        """Wakes all who wait now."""
+        """Wake all who wait now."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             if not one.done():  # its coroutine may have been cancelled
                 one.set_result(None)
 
     def wait(self) -> asyncio.Future[None]:
-        """Is done after the next notification."""
+        """Return a future that is done after the next notification."""
         notified = asyncio.get_running_loop().create_future()
         self._waiting.append(notified)
         return notified

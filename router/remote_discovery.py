@@ -1,4 +1,4 @@
-"""The workers that a controller in another process lists."""
+"""The list of workers from a controller in another process."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _HOPELESS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Answers that another try does not change; the last is that of a listener for clients."""
+"""Status codes that a retry does not change; the last one is a client listener's."""
 
 
 class RemoteDiscovery:
-    """Follows a controller's list, and keeps the last one while the controller is away.
+    """The controller's list of workers; the last one is kept while the controller is away.
 
     Args:
-        find: says the controller's address, which may be another one after its restart. Raises
-            OSError if nobody knows it now.
+        find: returns the controller's address, which may change with its restart. Raises OSError if
+            it is not known now.
         open_channel: makes a channel to an address.
-        metadata: is sent with the call.
+        metadata: sent with the call.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class RemoteDiscovery:
     ) -> None:
         self._find = find
         self._address = ""
-        """As found last."""
+        """The address that was found last."""
         self._open_channel = open_channel
         self._metadata = tuple(metadata)
         self.metrics_address = ""
-        """``host:port`` of this router's metrics; empty: nobody is told."""
+        """The address of this router's metrics, ``host:port``; empty: not told."""
         self._shifted_to = ""
         self._asking_anew = asyncio.Event()
         self.silent_since: float | None = time.monotonic()
-        """When the controller was heard last, by the monotonic clock; None: it is heard."""
+        """When the controller was last heard, by the monotonic clock; None: it is heard now."""
         self._list = StaticDiscovery()
         self._known: asyncio.Future[None] | None = None
 
     def endpoints(self) -> Sequence[WorkerInfo]:
-        """The workers that were live when the controller was heard last."""
+        """The workers that were live when the controller was last heard."""
         return self._list.endpoints()
 
     def awaited(self) -> Sequence[WorkerInfo]:
@@ -71,21 +71,21 @@ class RemoteDiscovery:
         return self._list.successor()
 
     def say(self, *, metrics_address: str, shifted_to: str) -> None:
-        """Tells the controller where this router's metrics are, and which successor it follows."""
+        """Tell the controller this router's metrics address, and the successor that it follows."""
         if (metrics_address, shifted_to) != (self.metrics_address, self._shifted_to):
             self.metrics_address, self._shifted_to = metrics_address, shifted_to
             self._asking_anew.set()
 
     async def changed(self) -> None:
-        """Returns after the next change; registers before it first suspends."""
+        """Return after the next change; register before the first suspension."""
         await self._list.changed()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Follows the list while the context lasts; enters it once there is one.
+        """Follow the list while the context lasts; the context begins once there is one.
 
-        A controller that cannot be reached is waited for. Raises StartError if it refuses this
-        router.
+        It waits for a controller that cannot be reached. Raises StartError if the controller
+        refuses this router.
         """
         self._known = asyncio.get_running_loop().create_future()
         following = asyncio.create_task(self._follow(self._known))
@@ -122,7 +122,7 @@ class RemoteDiscovery:
                 why = str(error)
             if self.silent_since is None:
                 self.silent_since = time.monotonic()
-                self._list.shift_to(self._list.successor())  # wakes those who wait for a change
+                self._list.shift_to(self._list.successor())  # wakes the waiters for a change
             _log.warning("the controller %s cannot be heard: %s", self._address, why)
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_RETRY_SECONDS)
@@ -140,7 +140,7 @@ class RemoteDiscovery:
                 yield said
 
     async def _next(self, call: Any) -> controller_pb2.WatchWorkersResponse | None:
-        """What the controller says next; None: nothing, or there is something to tell it."""
+        """Read the controller's next list; None: its stream ended, or there is news to tell it."""
         reading = asyncio.ensure_future(call.read())
         asking = asyncio.create_task(self._asking_anew.wait())
         try:

@@ -1,4 +1,4 @@
-"""Requests on their way through the workers, as the live page shows them."""
+"""The progress of requests through the workers, for the live page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SHOWN: Final = 12
 
 @dataclass(slots=True)
 class _Walk:
-    """One attempt: what its workers say of it."""
+    """One attempt, as its workers report it."""
 
     request_id: str
     prefill: str = ""
@@ -26,7 +26,7 @@ class _Walk:
 
     @property
     def phase(self) -> RequestPhase:
-        """The decode side's from its first read on, before that the prefill side's."""
+        """The decode side's phase from its first read on; before that, the prefill side's."""
         mine, other = self.by_decode, self.by_prefill
         if mine is not None and (other is None or mine.phase in _LATE):
             return mine.phase
@@ -38,7 +38,7 @@ _LATE: Final = (RequestPhase.READING, RequestPhase.DECODING)
 
 
 class Walks:
-    """Asks workers for the progress of requests while anybody watches.
+    """A view of the progress of requests, which workers report only while anybody watches.
 
     Args:
         fleet: the workers.
@@ -50,12 +50,12 @@ class Walks:
 
     @property
     def viewers(self) -> int:
-        """Those who watch."""
+        """The number of viewers."""
         return self._viewers
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Somebody watches meanwhile."""
+        """Count a viewer while the context lasts."""
         self._viewers += 1
         try:
             yield
@@ -64,7 +64,7 @@ class Walks:
             self._tell()
 
     def shown(self) -> list[dict[str, Any]]:
-        """Some requests, for JSON: those that do not generate yet, and the latest others."""
+        """Some requests, for JSON: those that do not generate yet, and the latest of the others."""
         self._tell()  # workers that have come since
         walks = self._walks()
         coming = [n for n in sorted(walks) if walks[n].phase is not RequestPhase.DECODING]
@@ -98,7 +98,7 @@ def _as_json(attempt: int, walk: _Walk) -> dict[str, Any]:
         "phase": walk.phase.value,
         "pages": max(prefill.pages, decode.pages),
         "written": max(prefill.written_pages, 0 if walk.prefill else decode.written_pages),
-        # The two sides speak at different moments.
+        # The two sides report at different moments.
         "announced": max(prefill.announced_pages, decode.pulled_pages),
         "pulled": decode.pulled_pages,
         "owned": decode.owned_pages,

@@ -1,4 +1,4 @@
-"""The router: builds the services, the fleet and the live requests, and starts and stops them."""
+"""The router, which builds, starts and stops the services, the fleet and the live requests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
 
 
 class Router:
-    """Takes requests by gRPC and has the workers that discovery lists serve them.
+    """A router of requests from gRPC and HTTP to the workers that discovery lists.
 
     Call `start` and `stop` once each, on one event loop. Routers share nothing.
 
@@ -85,7 +85,7 @@ class Router:
         config: its addresses, bounds and files.
         discovery: lists the workers.
         operators: the door for operators and other routers; None: there is none here.
-        collectors: of what is to be served beside the router's own metrics.
+        collectors: further metrics to serve beside the router's own.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class Router:
         self._worker_credentials: CurrentTls | None = None
         self._tokens: CurrentTokens | None = None
         self.grpc_address = config.grpc_address
-        """Where clients connect; with the real port once started."""
+        """The address where clients connect; with the real port once started."""
         self.http_address = config.http_address
-        """Where clients of OpenAI's API connect; with the real port once started."""
+        """The address where clients of OpenAI's API connect; with the real port once started."""
         self.metrics_address = config.metrics_address
-        """Where Prometheus reads; with the real port once started."""
+        """The address where Prometheus reads; with the real port once started."""
         self.admin_address: str | None = None
-        """Where operators connect, once started; None without a door for them."""
+        """The address where operators connect, once started; None without a door for them."""
 
     async def start(self) -> None:
-        """Listens, and begins to attach to workers; undoes everything if it fails.
+        """Listen, and begin to attach to workers; undo everything if it fails.
 
         Raises:
-            StartError: one line that says what is wrong.
+            StartError: the start failed; the message is one line.
         """
         return_large_blocks()
         self._read_credentials()
@@ -192,7 +192,7 @@ class Router:
         _run_in(undo, self._sessions.run())
 
     def _exporter(self, undo: contextlib.AsyncExitStack) -> OtlpExporter | None:
-        """What sends this router's spans; None: no request is traced."""
+        """The exporter of this router's spans; None: no request is traced."""
         if self._config.otlp is None:
             return None
         for fate in Fate:
@@ -214,7 +214,7 @@ class Router:
         return [(link.endpoint.role, link.load) for link in self._fleet.links]
 
     async def wait_ready(self) -> None:
-        """Returns once a prefill and a decode worker, or an aggregated one, are attached.
+        """Return once a prefill and a decode worker, or an aggregated one, are attached.
 
         Raises:
             StartError: workers have loaded different models, or the router another tokenizer.
@@ -227,11 +227,11 @@ class Router:
             await self._fleet.changes.wait()
 
     async def stop(self) -> None:
-        """Refuses new requests, lets live ones finish or fails them, then closes everything."""
+        """Refuse new requests, let live ones finish or fail them, then close everything."""
         await self._undo.aclose()
 
     def _read_credentials(self) -> None:
-        """Reads the certificate for workers, the tokens that clients must send, and a key."""
+        """Read the certificate for workers, the tokens that clients must send, and the seed key."""
         path = self._config.auth_token_file
         try:
             self._worker_credentials = worker_credentials(self._config.worker_tls)
@@ -246,7 +246,7 @@ class Router:
             raise StartError(f"--seed-key-file: {error}") from error
 
     def _guards(self) -> list[grpc.aio.ServerInterceptor]:
-        """The interceptors of a listener; a call's message is received after its token was read."""
+        """The interceptors of a listener: the token is checked before a message is received."""
         guards = [] if self._tokens is None else [Guard(self._tokens)]
         return [*guards, BoundedReceipt()]
 
@@ -324,7 +324,7 @@ class Router:
         self.http_address = f"{host}:{listener.port}"
 
     def _requests_of(self, incarnation: str) -> int | None:
-        """Requests that a worker reports."""
+        """The number of requests that a worker reports."""
         for link in self._fleet.links:
             if link.endpoint.incarnation == incarnation:
                 return link.load.waiting_requests + link.load.running_requests
@@ -378,7 +378,7 @@ class Router:
 
 
 def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` in the background; `undo` cancels it."""
+    """Run `work` in the background; `undo` cancels it."""
     task = asyncio.create_task(work)
 
     async def end() -> None:

@@ -1,4 +1,4 @@
-"""What a router tells of itself, its requests and its workers, over gRPC and on its page."""
+"""The state of a router, its requests and its workers, for gRPC and for the live page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrelay.wire.messages import WORKER_STATUS
 
 
 class ServerInfo:
-    """Makes the messages that describe a router and its cluster."""
+    """The source of the messages that describe a router and its cluster."""
 
     def __init__(
         self, fleet: Fleet, live: LiveRequests, metrics: RouterMetrics, sessions: Sessions
@@ -38,7 +38,7 @@ class ServerInfo:
         )
 
     def workers(self, caller: Caller) -> list[pb.WorkerStatus]:
-        """All of them, as the caller may see them."""
+        """All workers, as the caller may see them."""
         links = sorted(self._fleet.links, key=lambda link: link.endpoint.name)
         statuses = [link.status for link in links]
         if not caller.may(Right.ADMIN):
@@ -46,7 +46,7 @@ class ServerInfo:
         return [WORKER_STATUS.to_message(status) for status in statuses]
 
     def sessions(self, caller: Caller) -> list[pb.SessionState]:
-        """The caller's, the oldest first."""
+        """The caller's sessions, the oldest first."""
         names = {link.endpoint.incarnation: link.endpoint.name for link in self._fleet.links}
         return [
             pb.SessionState(
@@ -65,7 +65,7 @@ class ServerInfo:
         ]
 
     def _requests(self) -> pb.RequestCounts:
-        """Those of all callers: how large one prompt is could be read from the sums."""
+        """The counts of all callers' requests; the sums can reveal a single prompt's length."""
         return pb.RequestCounts(
             waiting=self._live.count(streaming=False),
             streaming=self._live.count(streaming=True),

@@ -1,6 +1,6 @@
-"""The sessions of one router: their histories, whose turn it is, and who may have their KV.
+"""The sessions of one router: their histories, their turns, and the workers with their KV.
 
-The history is what counts; workers keep caches of it. So a worker that is lost, or needs its
+The router keeps the history; workers only cache its KV. So a worker that is lost, or needs its
 memory, costs a computation, and never a session.
 
 ::
@@ -37,56 +37,56 @@ from kvrelay.wire.history_digest import digest_tokens, history_digest
 
 MAX_SESSION_ID_BYTES: Final = 128
 _EXPIRY_SECONDS: Final = 1.0
-"""Between two looks for sessions that have been idle for too long."""
+"""Seconds between two looks for sessions that have been idle for too long."""
 _UNBOUNDED: Final = (1 << 32) - 1
 
 Forget = Callable[[str, str], None]
-"""Tells the worker of an incarnation to keep nothing of the session that it knows by a name."""
+"""A function that tells an incarnation's worker to keep nothing of the session of a name."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One conversation."""
+    """One conversation of a client."""
 
     session_id: str
     owner: str
-    """The name of the caller whose it is."""
+    """The name of the caller that owns it."""
     name: str
-    """What workers call it; unique on the router."""
+    """The session's name for workers; unique on the router."""
     cache_salt: str
     idle_timeout_seconds: float
     most_kept_tokens: int
     tokens: array[int]
-    """Its history, 4 bytes each."""
+    """The session's history, 4 bytes per token."""
     idle_since: float
     num_turns: int = 0
-    """That ended well."""
+    """The number of turns that ended well."""
     busy: bool = False
-    """A turn runs, or is being admitted."""
+    """Whether a turn runs, or is being admitted."""
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
-    """Turns that begin when those before them have ended."""
+    """The turns that begin when those before them have ended."""
     worker: str = ""
-    """The incarnation that has generated the last turn; empty: none, or it was given up."""
+    """The incarnation that generated the last turn; empty: none, or the worker was lost."""
     kept_tokens: int = 0
-    """Of the history, that this worker is expected to have."""
+    """Tokens of the history that this worker is expected to have."""
     closed: bool = False
     last_turn: tuple[str, bytes, int] = ("", b"", 0)
-    """Request id and fingerprint of the last turn that ended well, and the history before it."""
+    """The last turn that ended well: its request id and fingerprint, and its history's length."""
     counted_tokens: int = 0
-    """Of --max-session-tokens: the history's, or the running turn's input if that is longer."""
+    """Tokens counted for --max-session-tokens: the history, or a running turn's longer input."""
     history_digest: str = ""
-    """Of its history; empty if that is empty."""
+    """The digest of the history; empty if the history is."""
     known_to: set[str] = field(default_factory=set)
-    """The incarnations that may have a history of it, though their stream may have ended."""
+    """The incarnations that may have a history of it, even if their stream has ended."""
 
 
 class Turn:
-    """One turn of a session, which runs; ends exactly once.
+    """One running turn of a session; it ends exactly once.
 
     Args:
-        session: whose turn it is; busy with it.
+        session: the turn's session, which is busy with it.
         history: tokens of the history before the turn's prompt.
-        sessions: hears of its end.
+        sessions: learns of its end.
         request: its request id and fingerprint.
     """
 
@@ -108,27 +108,27 @@ class Turn:
 
     @property
     def name(self) -> str:
-        """What workers call its session."""
+        """The session's name for workers."""
         return self._session.name
 
     @property
     def owner(self) -> str:
-        """The name of the caller whose it is."""
+        """The name of the caller that owns the session."""
         return self._session.owner
 
     @property
     def cache_salt(self) -> str:
-        """Of all turns of its session."""
+        """The cache salt of all turns of the session."""
         return self._session.cache_salt
 
     @property
     def most_kept_tokens(self) -> int:
-        """KV of a longer history is not kept after the turn."""
+        """The most tokens of a history whose KV is kept after the turn."""
         return self._session.most_kept_tokens
 
     @property
     def is_over(self) -> bool:
-        """Whether its session is closed: it is a part of no history."""
+        """Whether the session is closed, so that the turn becomes part of no history."""
         return self._session.closed
 
     @property
@@ -150,16 +150,16 @@ class Turn:
         return self._session is session
 
     def take_room(self, num_tokens: int) -> None:
-        """Let its input be a history. Raises `SessionsFull` if the sessions have no room for it."""
+        """Reserve room for its input as a history. Raises `SessionsFull` if there is none."""
         self._sessions.take_room(self._session, num_tokens)
 
     def end(self, tokens: Sequence[int] | None, worker: str, digest: str = "") -> None:
-        """The turn has ended: the next one may begin. Later calls do nothing.
+        """End the turn, so that the next one may begin. Later calls do nothing.
 
         Args:
             tokens: prompt and output, if it has ended well; None: the history stays as it was.
             worker: the incarnation that has generated last; empty: none has.
-            digest: of `tokens`; empty: it is made here.
+            digest: the digest of `tokens`; empty: it is computed here.
         """
         if not self._ended:
             self._ended = True
@@ -170,10 +170,10 @@ class Sessions:
     """The sessions that clients have opened on this router. Use it on the event loop.
 
     Args:
-        config: bounds of their number, their tokens and their idle time.
+        config: the bounds on their number, tokens and idle time.
         metrics: counts turns and ends.
-        forget: tells workers.
-        clock: seconds, monotonic.
+        forget: tells workers to forget a session.
+        clock: the time in seconds, monotonic.
     """
 
     def __init__(
@@ -197,16 +197,15 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    # What clients do
+    # Calls from clients
 
     def open(self, caller: Caller, message: pb.OpenSessionRequest, vocab_size: int) -> Session:
-        """Begin a session of the caller's.
+        """Begin a session of the caller.
 
         Raises:
             InvalidField: names the field that cannot be served as it is.
-            SessionExists: the caller has one of this id.
-            SessionsFull: there are as many sessions, or tokens of them, as the router takes, or
-                takes of one caller.
+            SessionExists: the caller has a session of this id.
+            SessionsFull: the router, or this caller, has as many sessions or tokens as is allowed.
         """
         session_id = message.session_id or uuid.uuid4().hex
         self.check_open(caller, message, vocab_size, len(message.history.ids))
@@ -232,7 +231,7 @@ class Sessions:
     def check_open(
         self, caller: Caller, message: pb.OpenSessionRequest, vocab_size: int, tokens: int
     ) -> None:
-        """Raises what `open` would raise with a history of so many tokens."""
+        """Raise what `open` would raise with a history of `tokens` tokens."""
         self._check_fields(message, vocab_size)
         if message.session_id and (caller.name, message.session_id) in self._sessions:
             raise SessionExists(message.session_id)
@@ -240,10 +239,10 @@ class Sessions:
         self._check_tokens(caller.name, max(tokens, 1))
 
     def close(self, caller: Caller, session_id: str) -> None:
-        """End a session of the caller's; a turn that runs goes on to its end.
+        """End a session of the caller; a running turn goes on to its end.
 
         Raises:
-            UnknownSession: the caller has none of this id.
+            UnknownSession: the caller has no session of this id.
         """
         self._remove(self._find(caller, session_id), "closed")
 
@@ -252,7 +251,7 @@ class Sessions:
         return [one for one in self._sessions.values() if one.owner == caller.name]
 
     def find_history(self, caller: Caller, digest: str) -> array[int] | None:
-        """The history of a session of the caller's that a digest names; None: none has it."""
+        """Find the history with this digest among the caller's sessions; None: none has it."""
         tokens = digest_tokens(digest)
         for one in self.of(caller):
             if len(one.tokens) == tokens and one.history_digest == digest:
@@ -260,11 +259,11 @@ class Sessions:
         return None
 
     def idle_seconds(self, session: Session) -> float:
-        """Since its last turn has ended; 0 while one runs."""
+        """Seconds since the session's last turn ended; 0 while one runs."""
         return 0.0 if session.busy else self._clock() - session.idle_since
 
     def check_turn(self, message: pb.GenerateRequest) -> None:
-        """Raises `InvalidField` for what a turn cannot have, and for what only a turn can."""
+        """Raise `InvalidField` for fields that a turn cannot have, or that only a turn can have."""
         if not message.session_id:
             for name in ("rewind_to", "queue_turn"):
                 is_set = message.HasField(name) if name == "rewind_to" else message.queue_turn
@@ -279,14 +278,14 @@ class Sessions:
     async def begin_turn(
         self, caller: Caller, message: pb.GenerateRequest, fingerprint: bytes
     ) -> Turn:
-        """The next turn of a session of the caller's, once it may begin; the caller ends it.
+        """Begin the next turn of a session, once it may begin; the caller must end it.
 
-        A repetition of the last turn, by its request id and body, takes that one's place: its
-        client has not heard of the end, and gets the same tokens.
+        A repetition of the last turn, by its request id and body, replaces that turn. Its client
+        has not received the end, and gets the same tokens.
 
         Raises:
-            InvalidField: it goes back to what is not in the history.
-            UnknownSession: the caller has none of this id, or no more.
+            InvalidField: `rewind_to` is beyond the history.
+            UnknownSession: the caller has no session of this id, or it was closed meanwhile.
             SessionBusy: another turn runs, and this one is not to wait.
         """
         session = self._find(caller, message.session_id)
@@ -305,9 +304,9 @@ class Sessions:
             raise
 
     def begin_if_free(self, caller: Caller, session_id: str) -> Turn | None:
-        """A turn that brings the whole conversation; None: there is no such session, or it is busy.
+        """Begin a turn that brings the whole conversation, if the session exists and is not busy.
 
-        It is then served as any request.
+        None: it is to be served as a request without a session.
         """
         session = self._sessions.get((caller.name, session_id))
         if session is None or session.busy:
@@ -316,21 +315,21 @@ class Sessions:
         return Turn(session, (), self)
 
     def cache_salt_of(self, caller: Caller, session_id: str) -> str:
-        """That of the caller's session; empty if there is no such session."""
+        """The cache salt of the caller's session; empty if there is no such session."""
         session = self._sessions.get((caller.name, session_id))
         return "" if session is None else session.cache_salt
 
     def has_replaced(self, caller: Caller, session_id: str, turn: Turn | None) -> bool:
-        """Whether the caller has closed the session of a turn, and opened another by this id."""
+        """Whether the caller has closed the session of a turn, and opened another of this id."""
         session = self._sessions.get((caller.name, session_id))
         return session is not None and turn is not None and not turn.belongs_to(session)
 
-    # What becomes of them
+    # Turns and workers
 
     def take_room(self, session: Session, num_tokens: int) -> None:
-        """A turn brings so many tokens, with the history; see `Turn.take_room`.
+        """Reserve room for a turn's tokens, the history included; see `Turn.take_room`.
 
-        One that is not longer than the history was always has room.
+        A turn that is not longer than the former history always has room.
         """
         more = num_tokens - session.counted_tokens
         if more > 0 and not session.closed:
@@ -345,7 +344,7 @@ class Sessions:
         worker: str,
         digest: str = "",
     ) -> None:
-        """A turn has ended; see `Turn.end`, which alone calls this."""
+        """End a turn; only `Turn.end` calls this."""
         self._metrics.count(SESSION_TURNS, outcome="failed" if tokens is None else "completed")
         if worker:
             session.known_to.add(worker)
@@ -367,20 +366,20 @@ class Sessions:
         self._pass_on(session)
 
     def worker_gave_up(self, incarnation: str, names: Sequence[str]) -> None:
-        """A worker has nothing of these sessions any more."""
+        """Note that a worker has no KV of these sessions any more."""
         for name in names:
             session = self._by_name.get(name)
             if session is not None and session.worker == incarnation:
                 session.kept_tokens = 0
 
     def worker_lost(self, incarnation: str) -> None:
-        """The stream to a worker has ended, and with it all that it kept."""
+        """Note that the stream to a worker has ended, and with it all that it kept."""
         for session in self._sessions.values():
             if session.worker == incarnation:
                 session.worker, session.kept_tokens = "", 0
 
     def expire(self) -> None:
-        """End the sessions that had no turn for their time."""
+        """End the sessions that had no turn for their idle timeout."""
         now = self._clock()
         for session in list(self._sessions.values()):
             if not session.busy and now - session.idle_since >= session.idle_timeout_seconds:
@@ -426,7 +425,7 @@ class Sessions:
             self._refuse(f"{held} (--max-session-share)")
 
     def _share_of(self, owner: str, most: int) -> int:
-        """What one caller may have of `most`: all of it, if the router asks for no tokens."""
+        """The share of `most` for one caller; all of it, if the router asks for no tokens."""
         return max(int(most * self._config.max_session_share), min(most, 1)) if owner else most
 
     def _refuse(self, held: str) -> NoReturn:
@@ -454,20 +453,20 @@ class Sessions:
         return session.tokens[: message.rewind_to]
 
     async def _wait(self, session: Session) -> None:
-        """Until the turns before have ended; the session is busy then, with the caller's turn."""
+        """Wait until the earlier turns have ended; then the session is busy with the caller's."""
         turn = asyncio.get_running_loop().create_future()
         session.waiting.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pass_on(session)  # it was this one's turn already
+                self._pass_on(session)  # this turn had begun already
             elif turn in session.waiting:
                 session.waiting.remove(turn)
             raise
 
     def _pass_on(self, session: Session) -> None:
-        """Let the next turn begin that waits; the session is idle if none does."""
+        """Let the next waiting turn begin; the session is idle if none waits."""
         while session.waiting:
             turn = session.waiting.popleft()
             if not turn.done():
@@ -491,16 +490,16 @@ class Sessions:
                 turn.set_exception(UnknownSession(session.session_id))
 
     def _forget(self, session: Session, but: str = "") -> None:
-        """Let all workers that may have something of a session forget it, but for this one."""
+        """Let all workers but this one forget what they may have of a session."""
         for worker in sorted(session.known_to - {but}):
             self._tell_to_forget(worker, session.name)
         session.known_to &= {but}
 
 
 def _count_shared(one: array[int], other: array[int], at_least: int) -> int:
-    """How many elements both begin with; so many are known to be equal.
+    """Count the equal elements at the start of both; the first `at_least` are known to be equal.
 
-    It compares slices, because that takes a hundredth of the time that a loop takes.
+    It compares slices, which takes a hundredth of a loop's time.
     """
     low, high = at_least, min(len(one), len(other))
     if one[low:high] == other[low:high]:

@@ -1,4 +1,4 @@
-"""The workers of a cluster, or of the one that its controller names as its successor."""
+"""The workers of a cluster, or of the cluster that its controller names as its successor."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 _AGAIN_SECONDS: Final = 5.0
-"""Before a successor that has refused this router is asked again."""
+"""Seconds before a successor that has refused this router is asked again."""
 _FORGET_SECONDS: Final = 300.0
-"""Workers whose controller is silent for so long have ended: their leases are over."""
+"""Seconds of a controller's silence after which its workers have ended: their leases are over."""
 
 
 @dataclass(eq=False)
 class _Followed:
-    """A controller that this router listens to."""
+    """A controller whose list of workers this router follows."""
 
     address: str
-    """As its predecessor names it; empty: the first one."""
+    """The address by which its predecessor names it; empty: the first one."""
     discovery: RemoteDiscovery
     stop: AsyncExitStack = field(default_factory=AsyncExitStack)
-    """Listens no more."""
+    """The exit stack that ends the subscription to it."""
     takes_over: bool = False
     """Whether its workers get new requests, unless those of a successor do."""
     complained: str = ""
 
     def listen_by(self, listening: Coroutine[Any, Any, None]) -> None:
-        """Let this run until `stop`."""
+        """Run this subscription until `stop`."""
         task = asyncio.create_task(listening)
 
         async def end() -> None:
@@ -49,33 +49,33 @@ class _Followed:
 
     @property
     def listed(self) -> list[WorkerInfo]:
-        """Its workers, also those that are lost and will have successors."""
+        """The controller's workers, with those that are lost and will have successors."""
         return [*self.discovery.endpoints(), *self.discovery.awaited()]
 
 
 class ShiftingDiscovery:
-    """Lists the workers of one cluster for new requests, and of those before it for running ones.
+    """The workers of one cluster for new requests, and of its predecessors for running ones.
 
     The workers of a cluster that has a successor are listed as draining as soon as the successor's
-    cluster can serve: with workers of this version that have loaded the same model. Until then
-    nothing changes. Once it has, only the predecessor's word changes it back.
+    cluster can serve. It can with workers of this version that have loaded the same model. Until
+    then nothing changes. After the shift, only the predecessor's controller can take it back.
 
     Args:
         first: the controller that this router was started with.
-        make: follows the controller at an address.
+        make: makes a discovery that follows the controller at an address.
     """
 
     def __init__(self, first: RemoteDiscovery, make: Callable[[str], RemoteDiscovery]) -> None:
         self._make = make
         self._followed = [_Followed("", first, takes_over=True)]
         self._dropped: list[_Followed] = []
-        """Those that need not be heard any more."""
+        """The controllers that need not be followed any more."""
         self._list = StaticDiscovery()
         self.metrics_address = ""
-        """``host:port`` of this router's metrics; set before `following`."""
+        """The address of this router's metrics, ``host:port``; set before `following`."""
 
     def endpoints(self) -> Sequence[WorkerInfo]:
-        """The workers that are live, or were when their controller was heard last."""
+        """The workers that are live, or were when their controller was last heard."""
         return self._list.endpoints()
 
     def awaited(self) -> Sequence[WorkerInfo]:
@@ -83,16 +83,16 @@ class ShiftingDiscovery:
         return self._list.awaited()
 
     def successor(self) -> str:
-        """Nobody follows this router's list."""
+        """The empty address: no router follows this list."""
         return ""
 
     async def changed(self) -> None:
-        """Returns after the next change; registers before it first suspends."""
+        """Return after the next change; register before the first suspension."""
         await self._list.changed()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Follows the controllers while the context lasts; enters it once there is a list.
+        """Follow the controllers while the context lasts; the context begins once there is a list.
 
         Raises StartError if the first one refuses this router.
         """
@@ -118,7 +118,7 @@ class ShiftingDiscovery:
                 before = [*self._followed]
                 self._follow_successors()
                 if self._followed != before:
-                    continue  # hears of changes of those, too
+                    continue  # waits for changes of those, too
                 self._update()
                 while self._dropped:
                     await self._dropped[-1].stop.aclose()
@@ -130,7 +130,7 @@ class ShiftingDiscovery:
                     change.cancel()
 
     def _follow_successors(self) -> None:
-        """Listens to each successor that is named, and to no others."""
+        """Follow each successor that is named, and no others."""
         chain = self._followed
         while len(chain) > 1 and chain[1].takes_over and _has_ended(chain[0].discovery):
             self._dropped.append(chain.pop(0))
@@ -156,7 +156,7 @@ class ShiftingDiscovery:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     def _update(self) -> None:
-        """Decides whose workers get new requests, and says so to all controllers."""
+        """Decide whose workers get new requests, and tell all controllers."""
         chain = self._followed
         for before, one in itertools.pairwise(chain):
             if before.takes_over and not one.takes_over and _can_take_over(one, before.listed):
@@ -193,7 +193,7 @@ def _has_ended(discovery: RemoteDiscovery) -> bool:
 
 
 def _can_take_over(successor: _Followed, before: Sequence[WorkerInfo]) -> bool:
-    """Whether a cluster's workers can serve what the one before it serves."""
+    """Whether a cluster's workers can serve the models of the cluster before it."""
     models = {one.model for one in before}
     fit = []
     for one in successor.listed:
@@ -208,7 +208,7 @@ def _can_take_over(successor: _Followed, before: Sequence[WorkerInfo]) -> bool:
 
 
 def _complain(successor: _Followed, why: str) -> None:
-    """Say once why new requests do not go there."""
+    """Log once why new requests do not go there."""
     if why != successor.complained:
         successor.complained = why
         _log.error("no requests go to the workers of %s: %s", successor.address, why)

@@ -1,7 +1,7 @@
 """The router's metrics under vLLM's names too, which gateways and autoscalers look for.
 
-They say of the whole cluster what vLLM says of one engine, because the router is what clients see
-as one. `--metric-names vllm` adds them.
+They describe the whole cluster as vLLM's describe one engine, because clients see the router as one
+engine. `--metric-names vllm` adds them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ VLLM_NAMES: Final[dict[Metric, str]] = {
     PROMPT_TOKENS: "vllm:prompt_tokens_total",
     OUTPUT_TOKENS: "vllm:generation_tokens_total",
 }
-"""What means the same under another name."""
+"""The vLLM names of metrics with the same meaning."""
 _SUCCESS: Final = ("stop", "length", "abort")
 """The outcomes that vLLM counts as success."""
 
 
 class VllmNames(Collector):
-    """Yields the metrics that vLLM has and the router knows, read at each scrape.
+    """A collector of the vLLM metrics that the router knows, read at each scrape.
 
     Args:
         model: the served model's name.
         metrics: the router's.
-        loads: of the workers, with their roles; any thread.
+        loads: returns the workers' loads and roles; for any thread.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class VllmNames(Collector):
         self._loads = loads
 
     def collect(self) -> Iterator[MetricFamily]:
-        """Yield every metric; any thread."""
+        """Yield every metric; for any thread."""
         for metric, name in VLLM_NAMES.items():
             yield self._renamed(metric, name)
         yield self._renamed(PROMPT_TOKENS, "vllm:prefix_cache_queries_total")
@@ -81,7 +81,7 @@ class VllmNames(Collector):
         yield from self._memory()
 
     def _memory(self) -> Iterator[MetricFamily]:
-        """Of the first pools of the workers that generate."""
+        """The KV memory of the first pools of the workers that generate."""
         pools = [
             load.pools[0]
             for role, load in self._loads()

@@ -1,4 +1,4 @@
-"""Makes one text of a conversation, by the template that a checkpoint brings.
+"""Chat templates of checkpoints, which render a conversation as one text.
 
 Templates are Jinja, rendered as transformers does: in a sandbox, which keeps them from
 everything but their variables. A template can loop without end, so it comes from the checkpoint
@@ -30,7 +30,7 @@ _SPECIAL_TOKENS: Final = (
     "mask_token",
 )
 _MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""As in transformers. The space at its end shows whether a template strips contents."""
+"""A mark, as in transformers; the space at its end shows whether templates strip contents."""
 
 
 class TemplateError(Exception):
@@ -38,10 +38,10 @@ class TemplateError(Exception):
 
 
 class ChatTemplate:
-    """One template.
+    """A chat template.
 
     Args:
-        source: in Jinja.
+        source: the template, in Jinja.
         special_tokens: the tokenizer's, by their role, such as `eos_token`.
 
     Raises:
@@ -68,11 +68,11 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: with their `role` and `content`.
-            add_generation_prompt: end it where the assistant's next message begins.
-            continue_final_message: end it within the last message, which the model goes on with.
-            tools: that the model may call, each a JSON object.
-            variables: of the template, beside these.
+            messages: the messages, each with `role` and `content`.
+            add_generation_prompt: end the text where the assistant's next message begins.
+            continue_final_message: end the text within the last message, which the model continues.
+            tools: the tools that the model may call, each a JSON object.
+            variables: further variables of the template.
 
         Raises:
             TemplateError: the template refuses the conversation, or fails.
@@ -100,8 +100,8 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
     """The template of the checkpoint in `folder`; None: it has none.
 
     Args:
-        folder: the checkpoint's.
-        file: has the template in place of the checkpoint's own.
+        folder: the checkpoint's folder.
+        file: a template to use in place of the checkpoint's own.
 
     Raises:
         TemplateError: it cannot be read, or is no template.
@@ -146,7 +146,7 @@ def _read(path: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file's object; empty if there is no such file."""
+    """The JSON object in a file; empty if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -165,7 +165,7 @@ def _marked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """The text before the mark, without the space there where the template strips the content."""
+    """The text before the mark; without the mark's space where the template strips contents."""
     at = text.rfind(_MARK.strip())
     if at < 0:
         raise TemplateError("the template does not show the last message, which is to be continued")
@@ -174,7 +174,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's words for training, renders its content."""
+    """The tag `{% generation %}`, which marks training data: it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's form
 
@@ -201,7 +201,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what HTML needs, which a prompt does not."""
+    """Replace Jinja's `tojson`, which escapes for HTML: a prompt needs no such escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

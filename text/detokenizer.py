@@ -1,4 +1,4 @@
-"""Turns token ids into text, a token at a time.
+"""The detokenizer, which turns token ids into text, a token at a time.
 
 Workers look for stop strings in this text and the router streams it. Both use
 this one implementation, so that both see a stop string at the same token.
@@ -13,16 +13,19 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 _MAX_PENDING: Final = 16
-"""Tokens without text yet. A character has four bytes at most; what stays without text for so
-many tokens is no text at all, or no UTF-8, and decoding it again and again takes ever longer."""
+"""The most tokens that wait without text.
+
+A character has four bytes at most. More tokens without text are no text at all, or no UTF-8, and
+decoding them again and again takes ever longer.
+"""
 _MAX_UNFINISHED: Final = 4
 """Tokens at the end that may still be part of a character."""
 
 
 class Detokenizer:
-    """Decodes incrementally, with the same result as decoding all tokens at once.
+    """An incremental decoder, with the same result as decoding all tokens at once.
 
-    Except with a few tokenizers (byte fallback after invalid UTF-8), which change text
+    The result differs with a few tokenizers (byte fallback after invalid UTF-8), which change text
     of earlier tokens. Text that was returned stays, and decoding goes on from there.
 
     A token costs the same however many came before it::
@@ -40,11 +43,11 @@ class Detokenizer:
 
     @property
     def num_pending(self) -> int:
-        """Tokens of which no text was returned yet."""
+        """The number of tokens whose text was not returned yet."""
         return len(self._pending)
 
     def push(self, token_id: int) -> str:
-        """Adds a token; returns new text of whole characters, often none."""
+        """Add a token; return new text of whole characters, often none."""
         self._pending.append(token_id)
         piece = self._step(token_id)
         if piece:
@@ -54,7 +57,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The text that was not returned yet; bytes of an incomplete character as U+FFFD."""
+        """The text that was not returned yet; an incomplete character becomes U+FFFD."""
         if not self._pending:
             return ""
         before, whole = self._decode(self._context), self._decode(self._context + self._pending)
@@ -70,7 +73,7 @@ class Detokenizer:
             return self._decode(self._pending)
 
     def _give_up_pending(self) -> str:
-        """Lets go of pending tokens that no later one can make a character of; their text."""
+        """Give up pending tokens that no later token can complete; return their text."""
         kept = [token_id for token_id in self._pending if self._decode([token_id] * 2)]
         if len(kept) <= _MAX_PENDING:  # the others have no text
             self._pending = kept
@@ -87,7 +90,7 @@ class Detokenizer:
         return self._decode(self._context)
 
     def _restart(self, token_ids: Sequence[int]) -> None:
-        """Decodes with a new stream from now on, which has had these tokens."""
+        """Decode with a new stream from now on, which starts with these tokens."""
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         for token_id in token_ids:
             self._stream.step(self._tokenizer, token_id)

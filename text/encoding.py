@@ -1,8 +1,8 @@
 """Text to token ids and back, without keeping the interpreter's lock.
 
-`Tokenizer.encode` and `decode` hold that lock for as long as they take, which for
-16 MiB is seconds, so that no other thread runs; the batch calls let go of it. The
-caller runs both functions in a thread.
+`Tokenizer.encode` and `decode` hold that lock for as long as they take. For 16 MiB these are
+seconds, in which no other thread runs. The batch calls release the lock. The caller runs both
+functions in a thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from tokenizers import Tokenizer
 
 _PIECE_CHARACTERS = 256 << 10
 _CERTAINLY_TOO_MANY = 2
-"""Times the bound. Cut into pieces, a text has some more tokens than whole, but not twice as
-many."""
+"""A multiple of the bound: in pieces, a text has a few more tokens, but not twice as many."""
 
 
 class TooManyTokens(Exception):  # noqa: N818
-    """The text has more tokens than the caller takes."""
+    """The text has more tokens than the caller accepts."""
 
     def __init__(self, tokens: int, *, is_exact: bool) -> None:
         super().__init__(f"{tokens} tokens{'' if is_exact else ' or more'}")
@@ -31,11 +30,11 @@ def encode(
 ) -> Sequence[int]:
     """The text's token ids, `most_tokens` or fewer.
 
-    A text that is far too long is not encoded as a whole, which takes up to 270 bytes of
-    memory for each of its own.
+    A text that is far too long is not encoded as a whole: each byte of it takes up to 270 bytes of
+    memory.
 
     Raises:
-        TooManyTokens: there are more.
+        TooManyTokens: the text has more.
     """
     if len(text) > _PIECE_CHARACTERS:
         _refuse_far_too_long(tokenizer, text, most_tokens)
@@ -55,7 +54,7 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_token
 
 
 def _refuse_far_too_long(tokenizer: Tokenizer, text: str, most_tokens: int) -> None:
-    """Raises TooManyTokens as soon as the text's first pieces have far too many."""
+    """Raise `TooManyTokens` as soon as the text's first pieces have far too many."""
     tokens = 0
     for start in range(0, len(text), _PIECE_CHARACTERS):
         piece = text[start : start + _PIECE_CHARACTERS]

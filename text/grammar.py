@@ -22,16 +22,19 @@ from tokenizers import Tokenizer
 from kvrelay.text.schema_place import find_place
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
-"""Of one grammar, in whatever form."""
+"""The longest grammar, in whatever form."""
 WORKER_STACK_BYTES: Final = 256 << 20
-"""Of the thread that compiles: llguidance recurses as deep as a grammar's rules do."""
+"""The stack of the thread that compiles: llguidance recurses as deep as a grammar's rules do."""
 _MOST_KEPT: Final = 128
 _MOST_KEPT_BYTES: Final = 512 << 20
 LEAST_BYTES: Final = 64 << 10
 _MOST_BYTES: Final = 128 << 20
-"""What one grammar is taken to occupy, at least and at most."""
+"""The bounds of the estimate of what one grammar occupies (`LEAST_BYTES`, `_MOST_BYTES`)."""
 _JSON_DEFAULTS: Final[Any] = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
-"""A space, or a line break and its indentation: a weak model would go on with white space."""
+"""White space in JSON: one space, or a line break and its indentation.
+
+With more allowed, a weak model would go on with white space.
+"""
 _OPTIONS: Final = "x-guidance"
 _BYTES: Final = 256
 
@@ -40,8 +43,9 @@ class GrammarError(Exception):
     """A grammar cannot be used, or an output does not keep to it; the message is one line.
 
     Args:
-        problem: what is wrong.
-        place: a JSON pointer into the schema; empty: all of the grammar, or the problem names it.
+        problem: the message.
+        place: a JSON pointer into the schema; empty: the whole grammar, or the problem names the
+            place.
     """
 
     def __init__(self, problem: str, place: str = "") -> None:
@@ -50,34 +54,35 @@ class GrammarError(Exception):
 
 
 class Constraint(Protocol):
-    """What an output must be, in one of four forms; equal ones have equal hashes."""
+    """The form that an output must have, one of four; equal constraints have equal hashes."""
 
     @property
     def json_schema(self) -> str | None:
-        """JSON that this schema allows."""
+        """The JSON schema that the output must keep to, itself in JSON."""
 
     @property
     def regex(self) -> str | None:
-        """A text that matches as a whole."""
+        """The regular expression that must match the whole output."""
 
     @property
     def choice(self) -> Sequence[str]:
-        """One of these texts; empty: it is another form."""
+        """The texts that the output may be; empty if another form is set."""
 
     @property
     def grammar(self) -> str | None:
-        """A text by this grammar, in Lark's form or GBNF."""
+        """The grammar of the output, in Lark's form or GBNF."""
 
 
 class GrammarCompiler:
-    """Compiles one grammar at a time, for one vocabulary.
+    """A compiler of grammars for one vocabulary, one grammar at a time.
 
-    A grammar of a stranger may take all of the stack or of the memory, and end the process: see
-    `grammar_checker` for those that nobody has checked.
+    A grammar may use up the stack or the memory, and so end the process. Let `grammar_checker`
+    check an unknown grammar first.
 
     Args:
-        make_tokenizer: makes what grammars are compiled for; called once, at the first of them.
-        fuel: how much a grammar may take to compile, as a share of what llguidance allows.
+        make_tokenizer: makes the vocabulary that grammars are compiled for; called once, for the
+            first grammar.
+        fuel: the work that a grammar may take to compile, as a share of what llguidance allows.
     """
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], fuel: float = 1.0) -> None:
@@ -90,14 +95,14 @@ class GrammarCompiler:
         )
 
     def compile(self, constraint: Constraint) -> LLMatcher:
-        """The grammar at its beginning; raises `GrammarError`, without a place."""
+        """The compiled grammar, in its initial state; raises `GrammarError`, without a place."""
         matcher = self._matcher(source_of(constraint))
         if matcher.is_error():
             raise GrammarError(one_line(matcher.get_error()))
         return matcher
 
     def place_of(self, problem: str, schema: str, may_try: Callable[[], bool]) -> str:
-        """Where in a schema the problem is that `compile` has told; asks before each trial."""
+        """The place of `compile`'s problem in a schema; asks `may_try` before each trial."""
 
         def fails(part: str) -> bool:
             return may_try() and one_line(self._matcher(_of_schema(part)).get_error()) == problem
@@ -111,28 +116,29 @@ class GrammarCompiler:
 
 
 class _Compilation(Future[LLMatcher]):
-    """A compiled grammar, soon.
+    """The future of a compiled grammar.
 
     Args:
-        constraint: what is compiled.
+        constraint: the constraint to compile.
     """
 
     def __init__(self, constraint: Constraint) -> None:
         super().__init__()
         self.constraint = constraint
         self.num_bytes = LEAST_BYTES
-        """What it is taken to occupy."""
+        """The estimated memory of the compiled grammar."""
 
 
 class Grammars:
-    """Compiles grammars in a thread with a large stack, and keeps the latest. From any thread.
+    """A cache of grammars, compiled in a thread with a large stack. Any thread may call it.
 
-    Each is compiled for those who hold its future, and is there as long as one of them does. So
-    what is compiled and not kept is bounded by what requests hold, and a grammar whose requests
-    have all left before its turn comes is not compiled.
+    The latest are kept; any other lives as long as a request holds its future. So the number of
+    grammars is bounded. A grammar that no request holds any more when its turn comes is not
+    compiled.
 
     Args:
-        make_tokenizer: makes what grammars are compiled for; called once, at the first of them.
+        make_tokenizer: makes the vocabulary that grammars are compiled for; called once, for the
+            first grammar.
     """
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
@@ -140,19 +146,19 @@ class Grammars:
         self._lock = threading.Lock()
         self._held: WeakValueDictionary[Constraint, _Compilation] = WeakValueDictionary()
         self._kept: OrderedDict[Constraint, _Compilation] = OrderedDict()
-        """Those of `_held` that stay when nobody else holds them."""
+        """The members of `_held` that stay when nobody else holds them."""
         self._thread = ThreadPoolExecutor(1, "kvrelay-grammar")
         self._is_started = False
         self.on_compiled: Callable[[float], object] = lambda seconds: None
-        """Called in the thread with the seconds that each compilation took."""
+        """A callback in the thread, with the seconds of each compilation."""
         self.on_hit: Callable[[], object] = lambda: None
-        """Called when a grammar was there already."""
+        """A callback for each grammar that was there already."""
 
     def prepare(self, constraint: Constraint) -> Future[LLMatcher]:
-        """The compiled grammar, soon: at the beginning of an output. Its state is not to change.
+        """The future of the compiled grammar in its initial state; do not change its state.
 
         The future raises `GrammarError` if the grammar cannot be used. Hold it as long as the
-        grammar is needed. Do not cancel it: others may wait for the same.
+        grammar is needed. Do not cancel it: others may wait for the same future.
         """
         with self._lock:
             held = self._held.get(constraint)
@@ -171,7 +177,7 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        """Start the thread. Its stack takes address space alone until it is used."""
+        """Start the thread. Its stack takes only address space until it is used."""
         if not self._is_started:
             self._is_started = True
             with stack_of(WORKER_STACK_BYTES):
@@ -194,10 +200,10 @@ class Grammars:
             del made  # or the error's traceback would hold it
 
     def _measured(self, constraint: Constraint) -> tuple[LLMatcher, int]:
-        """The compiled grammar, and what it is taken to occupy."""
+        """The compiled grammar, and the estimate of its memory in bytes."""
         before = _resident_bytes()
         matcher = self._compiler.compile(constraint)
-        # What other threads take meanwhile counts, too: so neither end is believed.
+        # Memory that other threads take meanwhile counts, too: so the estimate has bounds.
         return matcher, min(max(_resident_bytes() - before, LEAST_BYTES), _MOST_BYTES)
 
     def _settle(self, made: _Compilation, begun: float) -> None:
@@ -206,7 +212,7 @@ class Grammars:
             self._keep(made)
 
     def _keep(self, compiled: _Compilation) -> None:
-        """Keep what is compiled, and forget the oldest that are too many. Under the lock."""
+        """Keep a compiled grammar, and drop the oldest beyond the bounds. Under the lock."""
         self._kept[compiled.constraint] = compiled
         self._kept.move_to_end(compiled.constraint)
         total = sum(one.num_bytes for one in self._kept.values())
@@ -217,7 +223,7 @@ class Grammars:
 
 @contextlib.contextmanager
 def stack_of(num_bytes: int) -> Iterator[None]:
-    """Threads that are started meanwhile have stacks of this size."""
+    """Give threads that are started meanwhile stacks of this size."""
     before = threading.stack_size(num_bytes)
     try:
         yield
@@ -226,7 +232,7 @@ def stack_of(num_bytes: int) -> Iterator[None]:
 
 
 def one_line(error: str) -> str:
-    """An error of llguidance as a message."""
+    """The message for an error of llguidance, on one line."""
     return " ".join(error.split())[:500]
 
 
@@ -251,10 +257,10 @@ def source_of(constraint: Constraint) -> str:
 
 
 def _check_schemas_within(grammar: str) -> None:
-    """Raises `GrammarError` if a schema in a grammar sets options, as `_of_schema` forbids them.
+    """Raise `GrammarError` if a schema in a grammar sets options, which `_of_schema` forbids.
 
-    What Python cannot read may still be JSON to llguidance: with the option's name anywhere in the
-    grammar, it is refused. So each part of the grammar is read once or twice.
+    A schema that Python cannot read may still be JSON to llguidance, so it is refused. Schemas are
+    read only if the grammar could name the option, each part once or twice.
     """
     if "guidance" not in grammar and "\\u" not in grammar:
         return  # no schema can name the option
@@ -282,7 +288,7 @@ def _of_schema(schema: str) -> str:
 def model_vocabulary(
     folder: Path, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> Callable[[], LLTokenizer]:
-    """Reads all tokens of a checkpoint: for masks of what comes next.
+    """Return a function that reads all tokens of a checkpoint, for masks of the next token.
 
     It takes a third of a second for 49,152 tokens, during which no other thread runs.
     """
@@ -295,7 +301,7 @@ def model_vocabulary(
 
 
 class _Bytes:
-    """Single bytes and a tokenizer's special tokens, as llguidance wants to be told of tokens."""
+    """A vocabulary of single bytes and special tokens, in the form that llguidance asks for."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -311,13 +317,13 @@ class _Bytes:
 
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Those that a grammar may name."""
+    """The special tokens that a grammar may name."""
     added = tokenizer.get_added_tokens_decoder().values()
     return [token.content for token in added if token.special]
 
 
 def byte_vocabulary(special: Sequence[str]) -> Callable[[], LLTokenizer]:
-    """Bytes instead of tokens, in no time: enough to find out whether a grammar can be used."""
+    """Return a function that makes a vocabulary of bytes, at once: enough to check a grammar."""
 
     def make() -> LLTokenizer:
         return LLTokenizer(_Bytes(special or ["<end>"]), slices=[])  # type: ignore[arg-type]

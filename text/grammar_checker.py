@@ -1,4 +1,4 @@
-"""Checks grammars of strangers, which may take all of a stack or of the memory, or never end."""
+"""A check of unknown grammars, which may use up the stack or the memory, or never end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrelay.text.grammar import LEAST_BYTES, Constraint, GrammarError
 _MODULE: Final = "kvrelay.text.grammar_process"
 _START_SECONDS: Final = 60.0
 _CHECK_SECONDS: Final = 4.0
-"""By the clock; the process bounds its own CPU time more tightly."""
+"""The most seconds of one check by the clock; the process bounds its own CPU time more tightly."""
 
 
 _REFUSALS: Final = {
@@ -28,17 +28,17 @@ _REFUSALS: Final = {
     -signal.SIGBUS: "takes too much memory to compile",
     1: "takes too much memory to compile",
 }
-"""How the process ends by the grammar that it checks."""
+"""The problem that each exit status of the process tells about the grammar."""
 
 
 class CheckerError(Exception):
-    """Nothing was found out about a grammar: another time it may pass."""
+    """The check gave no result: another time the grammar may pass."""
 
 
 class GrammarChecker:
     """A process that compiles grammars: started when first needed, and again when it has died.
 
-    It ends with this one. Call all but `close` on one thread.
+    It ends with the process that started it. Call all methods but `close` on one thread.
 
     Args:
         special: the special tokens that a grammar may name.
@@ -53,16 +53,16 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None: it does not run."""
+        """The process id of the checker; None if it does not run."""
         return self._process.pid if self._process is not None else None
 
     def check(self, constraint: Constraint) -> int:
-        """The bytes that the compiled grammar takes, at its beginning, if workers can compile it.
+        """The bytes that the compiled grammar takes at first, if workers can compile it.
 
         Raises:
-            GrammarError: they cannot, or it takes too much to find out.
-            CheckerError: the process cannot be started, was ended by others, or got too little of
-                the processor; or this is closed.
+            GrammarError: workers cannot compile it, or the check takes too much.
+            CheckerError: the process cannot be started, was ended by others, or got too little CPU
+                time; or the checker is closed.
         """
         if self._process is not None and self._process.poll() is not None:
             self._end()  # somebody has killed it while it had nothing to do
@@ -82,19 +82,19 @@ class GrammarChecker:
             raise
 
     def close(self) -> None:
-        """End the process, and the check that runs; start none any more. Then `reap` it."""
+        """End the process and any check that runs; start no more. Call `reap` afterwards."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
 
     def reap(self) -> None:
-        """Wait for the process that `close` has ended; on the thread that calls `check`."""
+        """Wait for the process that `close` has ended. Call it on the thread that calls `check`."""
         if self._process is not None:
             self._end()
 
     def _take_verdict(self, until: float) -> int:
-        """Return or raise what the answers say, as far as they come.
+        """Return or raise the verdict in the answers, as far as they come.
 
         The process may end in between.
         """
@@ -162,7 +162,7 @@ class GrammarChecker:
         return answer
 
     def _end(self) -> int:
-        """End the process; returns its exit status, as it was if it has ended before."""
+        """End the process; return its exit status, even if it had ended before."""
         with self._lock:
             process, self._process = self._process, None
         assert process is not None
@@ -189,10 +189,10 @@ def _said(constraint: Constraint) -> dict[str, Any]:
 
 
 def _verdict_of(status: int) -> GrammarError | CheckerError:
-    """What the end of the process says of the grammar that it has checked.
+    """The verdict on a grammar after whose check the process has ended with `status`.
 
-    Whatever else has ended it, the kernel for want of memory included, says nothing: a grammar
-    cannot take more than the process bounds itself to, far less than what others have taken.
+    Any other end, such as the kernel's for want of memory, tells nothing about the grammar. A
+    grammar cannot take more than the process's own bounds, so others took that memory.
     """
     refusal = _REFUSALS.get(status)
     return GrammarError(refusal) if refusal is not None else _has_ended(status)

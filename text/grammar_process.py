@@ -1,12 +1,12 @@
-"""Finds out whether grammars can be compiled, in a process of its own, which they may end.
+"""The process that checks whether grammars can be compiled; a grammar may end it.
 
 `GrammarChecker` starts it. It reads lines of JSON: the special tokens of the vocabulary, then one
-grammar after the other. It answers each by a line: the problem, or the bytes that the grammar
-takes; and after a problem in a schema by another one: the problem's place. It ends when its input
-does, so with its parent.
+grammar after the other. It answers each grammar by a line: the problem, or the bytes that the
+grammar takes. After a problem in a schema another line tells its place. It ends when its input
+ends, so with its parent.
 
-A check that takes more than its bounds ends the process: the stack by SIGSEGV, memory by SIGABRT,
-time by SIGPROF. All of them are tighter than what the workers compile with.
+A check beyond its bounds ends the process: the stack by SIGSEGV, memory by SIGABRT, time by
+SIGPROF. All bounds are tighter than those of the workers that compile.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from kvrelay.text.grammar import (
 )
 
 MOST_CPU_SECONDS: Final = 1.0
-"""Of one check, with the search for its problem's place."""
+"""The most CPU seconds of one check, with the search for its problem's place."""
 _PLACE_CPU_SECONDS: Final = 0.5
-"""After which no part of a schema is tried any more."""
+"""CPU seconds after which no further part of a schema is tried."""
 _MOST_GROWTH_BYTES: Final = 32 << 20
 _MOST_LEFT_BYTES: Final = 64 << 20
-"""That checks may leave behind, before the process asks to be replaced."""
+"""The most bytes that checks may leave behind, before the process asks to be replaced."""
 _STACK_BYTES: Final = WORKER_STACK_BYTES // 8
 _FUEL: Final = 0.5
-"""Of a worker's, whose vocabulary may take more: what passes here passes there."""
+"""A share of a worker's fuel: its vocabulary may need more, but what passes here passes there."""
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A `Constraint`, as it came."""
+    """A `Constraint`, as it was received."""
 
     json_schema: str | None = None
     regex: str | None = None
@@ -55,7 +55,7 @@ class _Wanted:
 
 
 class _Process:
-    """Answers the lines of `requests` into the file `answers`."""
+    """A loop that answers the lines of standard input into the file `answers`."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers
@@ -66,7 +66,7 @@ class _Process:
         self._first_bytes = _address_bytes()
 
     def run(self) -> None:
-        """Answer until the input ends, or too much memory is left behind."""
+        """Answer until the input ends, or until too much memory is left behind."""
         self._answer({"ready": True})
         for line in sys.stdin:
             wanted = _Wanted(**json.loads(line))
@@ -113,7 +113,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _held_bytes() -> Callable[[], int]:
-    """What tells how much memory is allocated: exactly by glibc, which has one arena here."""
+    """Return a function for the allocated memory: exact with glibc, which has one arena here."""
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return _address_bytes
@@ -146,10 +146,10 @@ def _run(answers: int) -> None:
 
 
 def main() -> None:
-    """Answer on standard output."""
+    """Check grammars, and answer on standard output."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # a library's prints are no answers
     with stack_of(_STACK_BYTES):
         thread = threading.Thread(target=_run, args=(answers,))
         thread.start()

@@ -1,4 +1,4 @@
-"""Finds where in a JSON schema an error is, which a compiler tells without its place."""
+"""A search for the place of an error in a JSON schema; compilers report it without the place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any, Final
 
 _MOST_TRIALS: Final = 200
 _OF_NAMES: Final = ("$defs", "definitions", "properties", "patternProperties")
-"""Definitions first: an error in one is found there, and not where they are referred to."""
+"""The keywords whose values map names to schemas.
+
+Definitions come first: an error in one is found there, and not where they are referred to.
+"""
 _OF_LISTS: Final = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE: Final = ("items", "additionalProperties", "not", "if", "then", "else")
 _DEFINITIONS: Final = ("$schema", "$defs", "definitions")
@@ -18,8 +21,8 @@ def find_place(schema: str, fails: Callable[[str], bool]) -> str:
     """The JSON pointer of the innermost schema within `schema` that fails; empty: all of it.
 
     Args:
-        schema: that fails as a whole, in JSON.
-        fails: whether a schema has the same error, all by itself. May raise what it likes.
+        schema: a schema that fails as a whole, in JSON.
+        fails: tells whether a schema by itself has the same error. It may raise anything.
     """
     try:
         current = root = json.loads(schema)
@@ -47,7 +50,7 @@ def _fails(schema: Any, fails: Callable[[str], bool]) -> bool:
 
 
 def _with_definitions(schema: Any, root: Any) -> Any:
-    """A schema that can be read alone: its references lead to the root's definitions."""
+    """A copy of a schema that can be read alone, with the root's definitions if it needs any."""
     if not isinstance(schema, dict) or not isinstance(root, dict):
         return schema
     shared = {name: root[name] for name in _DEFINITIONS if name in root}
@@ -56,7 +59,7 @@ def _with_definitions(schema: Any, root: Any) -> Any:
 
 
 def _schemas_in(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside one, each with the step that leads to it."""
+    """Yield the schemas directly inside one, each with the step that leads to it."""
     for name in _OF_NAMES:
         members = schema.get(name)
         if isinstance(members, dict):

@@ -1,4 +1,4 @@
-"""How many bytes of text one token can stand for: a bound on tokens without tokenizing."""
+"""The most bytes of text that one token can stand for: a bound on tokens without tokenizing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 _BYTE_FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 _KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
-"""Split text and drop nothing of it. Split and Punctuation do, too, unless they remove."""
+"""Steps that drop no text; Split and Punctuation drop none, either, unless they remove."""
 
 Described = Mapping[str, Any]
 
@@ -62,7 +62,7 @@ def _keeps(pre_tokenizer: Described) -> bool:
 def _knows_every_byte(
     model: Described, vocabulary: Mapping[str, int], has_byte_level: bool
 ) -> bool:
-    """Whether every byte has a token, so that none is dropped or taken into an unknown one."""
+    """Whether every byte has a token: none is dropped or joins an unknown token."""
     if has_byte_level and model["type"] == "BPE":
         return all(mark in vocabulary for mark in pre_tokenizers.ByteLevel.alphabet())
     if model["type"] in {"BPE", "Unigram"} and model.get("byte_fallback"):
@@ -71,7 +71,7 @@ def _knows_every_byte(
 
 
 def _shrinks_by(normalizer: Described) -> int | None:
-    """How many times shorter it can make a text; None: any number of times."""
+    """The factor by which a step can shorten a text; None: any factor."""
     match normalizer["type"]:
         case "ByteLevel" | "Prepend" | "NFD":
             return 1

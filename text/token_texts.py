@@ -14,7 +14,7 @@ _CACHED: Final = 1 << 16
 
 
 class TokenTexts:
-    """Texts of tokens, each by itself: what is no whole character is U+FFFD there.
+    """Texts of single tokens; bytes that are no whole character become U+FFFD.
 
     Callable from any thread.
 
@@ -51,7 +51,7 @@ class TokenTexts:
         return self._decoded(token_id).encode()
 
     def _decoded(self, token_id: int) -> str:
-        """Its text behind another token, since tokenizers drop a space where a text begins."""
+        """The text of a token behind another one: tokenizers drop a space where a text begins."""
         if self._anchor is None:
             return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
         before = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
@@ -60,7 +60,7 @@ class TokenTexts:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: those that can be printed are themselves."""
+    """GPT-2's characters for bytes: printable bytes stand for themselves."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {

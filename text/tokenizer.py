@@ -1,4 +1,4 @@
-"""Loads a checkpoint's tokenizer, for workers and the router alike."""
+"""The loading of a checkpoint's tokenizer, for workers and the router alike."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class TokenizerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer, and which one it is."""
+    """A tokenizer with the hash that identifies it."""
 
     tokenizer: Tokenizer
     sha256: str
-    """Of the bytes that it was made from, in hexadecimal."""
+    """The SHA-256 of the bytes that it was made from, in hexadecimal."""
 
 
 def load_tokenizer(model_path: Path) -> LoadedTokenizer:

@@ -1,4 +1,4 @@
-"""What a worker tells those who want to read its memory."""
+"""The description of a worker's memory, which a peer needs in order to read it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvrelay.wire.model_digest import ModelDigest
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """What a pool's pages look like; `kvrelay.mem_cache.geometry.KVGeometry` in plain types."""
+    """The shape of a pool's pages: `kvrelay.mem_cache.geometry.KVGeometry` in plain types."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """torch's name, without ``torch.``."""
+    """The name of torch's dtype, without ``torch.``."""
     page_size: int
-    """Tokens."""
+    """Tokens a page."""
     order: str
     """``layer_first`` or ``page_first``."""
     latent: bool = False
@@ -30,7 +30,7 @@ class PoolDescription:
     """Where a pool lies in its worker's memory."""
 
     address: int
-    """Of its first byte."""
+    """The address of the pool's first byte."""
     pages: int
     geometry: PoolGeometry
 
@@ -41,15 +41,15 @@ class AgentDescription:
 
     incarnation: str
     agent_metadata: bytes
-    """NIXL's; opaque and untrusted."""
+    """NIXL's description of its agent; opaque and untrusted."""
     agent_metadata_sha256: bytes
     device_id: int
     memory_type: str
-    """NIXL's: ``DRAM`` or ``VRAM``."""
+    """NIXL's name for it: ``DRAM`` or ``VRAM``."""
     pools: tuple[PoolDescription, ...]
     scratch: PoolDescription
-    """Pages beside the pools, like the first one's, to probe the transport with."""
+    """Pages beside the pools, shaped like the first pool's, for probes of the transport."""
     model: ModelDigest
-    """What computes the pages' KV."""
+    """The model that computes the pages' KV."""
     host_pools: tuple[PoolDescription, ...] = ()
-    """The host tier's, one for each of `pools`, in main memory; none: there is no such tier."""
+    """The host tier's pools in main memory, one for each of `pools`; empty: no such tier."""

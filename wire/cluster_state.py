@@ -1,4 +1,4 @@
-"""What a controller says of itself and of its workers, to operators."""
+"""The state of a controller and its workers, as it is shown to operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrelay.wire.worker_info import WorkerRole
 
 
 class WorkerPhase(StrEnum):
-    """How a worker is."""
+    """The phase of a worker's life, as its controller sees it."""
 
     STARTING = "starting"
     """It has no incarnation yet."""
@@ -35,28 +35,28 @@ class WorkerState:
     node: str = ""
     """The address of its node in Ray."""
     pid: int = 0
-    """Of its process, on its node."""
+    """The process id of the worker, on its node."""
     removing: bool = False
-    """No other incarnation follows."""
+    """The worker is being removed: no other incarnation follows."""
     revision: int = 0
-    """Of its options: 0 before the first roll."""
+    """The revision of its options: 0 before the first roll."""
     model: str = ""
-    """One hash for all that it has loaded."""
+    """One hash of everything that it has loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollState:
-    """All workers are being replaced."""
+    """A roll: all workers are being replaced, one after another."""
 
     revision: int
-    """That they are to have."""
+    """The revision of options that the workers are to have afterwards."""
     replaced: int
     workers: int
-    """That there are to replace."""
+    """The number of workers to replace."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """That this revision gives them, beside those of the start."""
+    """Options that this revision gives the workers, beside those of the start."""
     failed: str = ""
-    """Why it has stopped; empty while it goes on."""
+    """Why the roll has stopped; empty while it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +64,30 @@ class ClusterState:
     """A controller and its workers."""
 
     name: str
-    """Of the cluster; empty if it ends with its command."""
+    """The cluster's name; empty if the cluster ends with its command."""
     epoch: int
-    """Of the controller: each one has a greater one than all before it."""
+    """The controller's epoch: each controller has a greater one than all before it."""
     leads: bool
-    """Whether the store has said lately that this is the latest controller."""
+    """Whether the store has lately confirmed that this is the latest controller."""
     changing: bool
     """Whether the number of workers is being changed."""
     pid: int
-    """Of the controller's process."""
+    """The process id of the controller."""
     uptime_seconds: float
-    """Of this controller."""
+    """Seconds since this controller started."""
     workers: tuple[WorkerState, ...] = ()
-    """In the order of their names."""
+    """The workers, in the order of their names."""
     roll: RollState | None = None
     """The roll that is under way, or has stopped."""
     version: str = ""
-    """Of the controller."""
+    """The version of the controller."""
     successor: str = ""
     """``host:port`` of the controller that routers are to follow; empty: this one."""
     routers: int = 0
-    """That follow this controller's list."""
+    """The number of routers that follow this controller's list."""
     routers_shifted: int = 0
-    """Of these, those whose new requests go to the successor's workers; if there is no successor,
-    those whose new requests do not go to this controller's workers yet."""
+    """The number of these routers that have shifted.
+
+    With a successor: their new requests go to its workers. Without: their new requests
+    do not go to this controller's workers yet.
+    """

@@ -1,4 +1,4 @@
-"""From this room's dataclasses to protobuf messages and back, by the names and types of fields.
+"""Conversion of this room's dataclasses to protobuf and back, by fields' names and types.
 
 A field of a dataclass goes to the message's field of the same name: a new one needs no line
 here. By its type it is
@@ -7,19 +7,20 @@ here. By its type it is
   ``optional`` field without it is always sent; where it is absent the default is read;
 - an enum: the value of the message's enum that ends in the member's name. A number that this
   version does not know is read as ``FAILED``, where the enum has such a member;
-- a dataclass or a named tuple: a message; with ``| None`` absent if there is none;
+- a dataclass or a named tuple: a message; with ``| None`` it may be absent;
 - ``tuple[X, ...]`` or ``frozenset[X]``: a ``repeated`` field; a mapping: a ``map``;
-- a union, where the message has a ``oneof`` of that name: a dataclass goes to the field that is
-  called as its class is, in snake case, or whose message is, a scalar to the field of its type;
+- a union, where the message has a ``oneof`` of that name. A dataclass goes to the field named after
+  its class in snake case, or whose message has the class's name. A scalar goes to the field of its
+  type;
 - a named tuple or a dataclass, where the message has no field of that name: flat, its fields
   among the others;
 - the sampled tokens of an output: ``token_ids``, packed, and ``logprobs`` if they were asked for.
 
 `Codec` finds this out once, and raises `TypeError` if a dataclass and its message do not fit.
 Fields that hold their default are not converted at all, as most fields of a token's output do.
-Measured beside constructor calls written by hand, an output of one token takes about as long to
-receive and up to a third longer to send; log-probabilities are converted by hand, as a token may
-have twenty.
+Measured beside constructor calls written by hand: an output of one token takes as long to receive
+and up to a third longer to send. Log-probabilities are converted by hand, as a token may have
+twenty.
 """
 
 from __future__ import annotations
@@ -46,24 +47,24 @@ _MISSING: Any = dataclasses.MISSING
 
 
 class _Field(NamedTuple):
-    """A field that is more than a scalar which is always there."""
+    """A field that needs a conversion, or that may be absent."""
 
     name: str
     default: Any
-    """Is not sent."""
+    """The value that is not sent."""
     put: Callable[[Any, dict[str, Any]], None]
-    """Adds what the value is to the arguments of the message's constructor."""
+    """Add what the value becomes to the arguments of the message's constructor."""
     take: _Convert
-    """The value, from the whole message."""
+    """Return the value, from the whole message."""
 
 
 class Codec(Generic[DataT, MessageT]):
-    """Both directions between a dataclass, or a named tuple, and its message.
+    """A converter between a dataclass, or a named tuple, and its message.
 
     Args:
         kind: the dataclass.
         message_type: the class of its message.
-        types: of fields whose annotation is a type variable.
+        types: the types of fields whose annotation is a type variable.
     """
 
     def __init__(self, kind: type[DataT], message_type: type[MessageT], **types: object) -> None:
@@ -89,12 +90,12 @@ class Codec(Generic[DataT, MessageT]):
         )
 
     def to_message(self, value: DataT) -> MessageT:
-        """The message that says `value`."""
+        """The message for `value`."""
         encoded: MessageT = self.encode(value)
         return encoded
 
     def from_message(self, message: MessageT) -> DataT:
-        """What `message` says.
+        """The dataclass for `message`.
 
         Raises:
             ValueError: a ``oneof`` is empty or has a field that this version does not know, or
@@ -104,11 +105,11 @@ class Codec(Generic[DataT, MessageT]):
         return decoded
 
     def encode(self, value: Any) -> Any:
-        """As `to_message`, for codecs of messages around it."""
+        """The message for `value`: `to_message` for codecs of messages around it."""
         return self._message(**self.arguments(value))
 
     def arguments(self, value: Any) -> dict[str, Any]:
-        """What the message's constructor is called with."""
+        """The arguments for the message's constructor."""
         scalars = value if self._is_tuple else self._read(value)
         arguments = dict(zip(self._scalars, scalars, strict=True))
         for field in self._fields:
@@ -118,7 +119,7 @@ class Codec(Generic[DataT, MessageT]):
         return arguments
 
     def decode(self, message: Any) -> Any:
-        """As `from_message`, for codecs of messages around it."""
+        """The dataclass for `message`: `from_message` for codecs of messages around it."""
         if not self._fields and self._in_order:
             return self.kind(*self._read(message))
         values = dict(zip(self._scalars, self._read(message), strict=True))
@@ -148,7 +149,7 @@ def _named(field: Any, hint: Any, default: Any, optional: bool) -> _Field:
     encode, decode = _converters(field, hint)
     absent = None if optional else default
     may_be_absent = field.has_presence and absent is not _MISSING
-    # Of an enum the value UNSPECIFIED. A number without presence is always there, 0 too.
+    # An enum's UNSPECIFIED means absent. A number without presence is always there, even 0.
     unset_is_none = optional and not field.has_presence and field.enum_type is not None
 
     def put(part: Any, arguments: dict[str, Any]) -> None:
@@ -269,7 +270,7 @@ def _field_for(kind: Any, oneof: Any) -> Any:
 
 
 def _converters(field: Any, hint: Any) -> tuple[_Convert, _Convert]:
-    """How a value that is there goes to the message's field, and back."""
+    """The functions that convert a value to the message's field, and back."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (tuple, frozenset):
         encode, decode = _converters(field, arguments[0])
@@ -325,7 +326,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads attributes into a tuple, of any length."""
+    """Return a function that reads attributes into a tuple, however many they are."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda value: tuple(getattr(value, name) for name in names)

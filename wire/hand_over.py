@@ -27,15 +27,15 @@ class Open:
     """The first message of a stream, from the decode side: which request it is for."""
 
     key: RequestKey
-    """Its choice is the first one's: the stream is for all of them."""
+    """The request; its choice is the first one's, as the stream is for all of them."""
     prefill_incarnation: str
-    """The worker that is meant; another one at its address refuses."""
+    """The prefill worker that is meant; another one at its address refuses."""
     decode_incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The request is next to run: reserve its whole prompt."""
+    """Ask for memory: the request is next to run, so its whole prompt is to be reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +47,30 @@ class PageRun:
 
     @property
     def end(self) -> int:
-        """The place after the last one."""
+        """The index after the last page."""
         return self.first_page + len(self.page_ids)
 
     def since(self, page: int) -> PageRun:
-        """What is left of it without the pages before `page`."""
+        """The run without the pages before `page`."""
         cut = min(max(0, page - self.first_page), len(self.page_ids))
         return PageRun(self.first_page + cut, self.page_ids[cut:])
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the decode side has of a session's turn: it may be read from there."""
+    """KV of a session's turn that the decode side has, and that the prefill side may read."""
 
     runs: tuple[PageRun, ...]
-    """Whole pages whose KV has settled, from the prompt's first on; a run for each pool."""
+    """Whole pages whose KV has settled, from the prompt's first page on; one run for each pool."""
     agent: AgentDescription
-    """How they are read."""
+    """The description of the memory that they are read from."""
     bytes_per_second: float
-    """At which the decode side has written to the prefill side; 0: not measured."""
+    """The speed at which the decode side has written to the prefill side; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The whole prompt is reserved."""
+    """The answer to `Ask`: memory for the whole prompt is reserved."""
 
     history: History | None = None
     reads_host: bool = False
@@ -79,30 +79,29 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What one output of the prompt begins with."""
+    """The first token of one output of the prompt."""
 
     token_id: int
     finished: bool = False
-    """It is all of that output; the prefill side has said so to the router."""
+    """The token is all of that output; the prefill side has told the router so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
     """Pages that are written, a run for each pool.
 
-    Those of a window pool come with the last announcement: the ones that the
-    window then holds.
+    A window pool's pages come with the last announcement: those that the window then holds.
     """
 
     runs: tuple[PageRun, ...]
     first_tokens: tuple[FirstToken, ...] = ()
-    """Of every output that is wanted, in order; only on the last announcement."""
+    """The first token of every output that is wanted, in order; only on the last announcement."""
     from_host: bool = False
     """The pages lie in the prefill side's host pool; they were computed for an earlier request."""
 
 
 class PagePlace(NamedTuple):
-    """A page of a request: both sides have it elsewhere in their pools."""
+    """A page's place in its request; each side has the page elsewhere in its pools."""
 
     pool: int
     page: int
@@ -120,25 +119,29 @@ class PageSum:
 
     @property
     def place(self) -> PagePlace:
-        """The page that it is the checksum of."""
+        """The place of the page."""
         return PagePlace(self.pool, self.page)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Every announced page was read; from the prefill side: all that it needs of the history."""
+    """All reads have ended well.
+
+    From the decode side: every announced page was read. From the prefill side: all that it needs of
+    the history was read.
+    """
 
     sums: tuple[PageSum, ...] = ()
-    """Of what was read: to be compared with what was announced."""
+    """The checksums of what was read, to be compared with those of what was announced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Answer to `Done`: whether the pages were held all along, and are the same."""
+    """The answer to `Done`: whether the pages were held all along, and have the same checksums."""
 
     valid: bool
     mismatches: int = 0
-    """Pages whose sums differ; not valid, if there are any."""
+    """The number of pages whose sums differ; if there are any, `valid` is false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Shows that its sender is alive. It carries the number of the message before it."""
+    """A sign that its sender is alive. It carries the number of the message before it."""
 
 
 FromDecode = Grant | Done | Heartbeat | Held | Released
@@ -174,5 +177,5 @@ class Sequenced(Generic[MessageT_co]):
     """A message with its place among those of its side."""
 
     number: int
-    """From 1 on; of a `Heartbeat` that of the message before."""
+    """The message's number, from 1 on; a `Heartbeat` has that of the message before it."""
     message: MessageT_co

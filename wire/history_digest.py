@@ -1,8 +1,8 @@
 """The digest that names a conversation's history without its tokens.
 
 It is the number of tokens, a hyphen, and the SHA-256 of their ids, four bytes each, little-endian,
-in hexadecimal: ``12-9f86d0...``. The number lets whoever looks for a history hash only those of its
-length. A digest tells nothing about the tokens to who does not know them.
+in hexadecimal: ``12-9f86d0...``. Thanks to the number, a search for a history need only hash those
+of its length. A digest reveals nothing about tokens that the reader does not know.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from array import array
 from typing import Final
 
 FORM: Final = "[1-9][0-9]{0,9}-[0-9a-f]{64}"
-"""Of all digests, as a regular expression."""
+"""The form of all digests, as a regular expression."""
 
 
 def history_digest(token_ids: array[int]) -> str:
@@ -28,7 +28,7 @@ def history_digest(token_ids: array[int]) -> str:
 
 
 def digest_tokens(digest: str) -> int:
-    """The tokens of the history that a digest names.
+    """The number of tokens of the history that a digest names.
 
     Raises:
         ValueError: it is no digest.
@@ -39,5 +39,5 @@ def digest_tokens(digest: str) -> int:
 
 
 def is_history(token_ids: array[int], digest: str) -> bool:
-    """Whether this is the history that a digest names. Hashes only what has its length."""
+    """Whether `digest` names this history. Hashes only a history of the length that it names."""
     return digest.startswith(f"{len(token_ids)}-") and history_digest(token_ids) == digest

@@ -1,4 +1,4 @@
-"""What a worker reports of its load and its memory; what placement and operators read."""
+"""A worker's report of its load and its memory, which placement and operators read."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PAGE_STATES: Final = (
     "quarantined",
     "in_flight",
 )
-"""What a page can be: a field of `PoolCounts` each, which sum to its `total`."""
+"""The states of a page. Each is a field of `PoolCounts`, and they sum to its `total`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
     """A pool's account at one moment, in pages (or rows); the states sum to `total`.
 
-    `promised` pages are still among the free, or evictable: running requests
-    may grow into them, so nobody else is admitted on their account.
+    `promised` pages are still free or evictable. Running requests may grow into them, so no other
+    request is admitted to them.
     """
 
     pool: str
-    """Of pages: ``full``, ``window`` or ``latent``, with ``draft_`` before it for a draft model's.
+    """The pool's name: of pages, ``full``, ``window`` or ``latent``; of rows, ``rows``.
 
-    Or ``host`` or ``storage``, whose pages are those of all these pools together, but for windows':
-    on the host each has a pool of its own, like ``host_window``. Or ``rows``.
+    A draft model's pools have ``draft_`` before it. ``host`` and ``storage`` are tiers with
+    the pages of all these pools together. Window pools are apart on the host, as ``host_window``.
     """
     page_size: int
     """Tokens a page; 0 for rows."""
@@ -46,7 +46,7 @@ class PoolCounts:
     quarantined: int
     promised: int
     in_flight: int = 0
-    """Copies between tiers read or write them, and nobody else does."""
+    """Pages that copies between tiers read or write, and nobody else does."""
 
     @property
     def accounted(self) -> int:
@@ -64,26 +64,26 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class PeerTransport:
-    """What a decode worker has found the transport from a prefill worker to be."""
+    """The properties of the transport from a prefill worker, as a decode worker has found them."""
 
     incarnation: str
-    """The prefill worker's."""
+    """The prefill worker's incarnation."""
     backend: str = ""
-    """NIXL's, e.g. ``UCX``."""
+    """The name of NIXL's backend, e.g. ``UCX``."""
     transports: str = ""
-    """Those that the backend may choose from, as far as it was told."""
+    """The transports that the backend may choose from, as far as it was told."""
     read_bytes_per_second: float = 0.0
-    """From the peer, in pieces of the pool's real size."""
+    """Speed of reads from the peer, in pieces of the pool's real size."""
     write_bytes_per_second: float = 0.0
-    """To the peer: what it reads of sessions goes this way."""
+    """Speed of writes to the peer: the peer's reads of sessions go this way."""
     lent_tokens_per_second: float = 0.0
-    """Tokens of sessions that the peer reads from here; 0: none are lent."""
+    """Speed at which the peer reads tokens of sessions from here; 0: none are lent."""
     refusal: str = ""
-    """Why nothing is read from the peer; empty if it is."""
+    """Why nothing is read from the peer; empty if it is read from."""
     host_bytes_per_second: float = 0.0
-    """From the peer's host tier; 0: it has none, or it cannot be read."""
+    """Speed of reads from the peer's host tier; 0: it has none, or it cannot be read."""
     host_refusal: str = ""
-    """Why nothing is read from the peer's host tier; empty if it is, or if it has none."""
+    """Why nothing is read from the peer's host tier; empty if it is read, or if there is none."""
 
     def __str__(self) -> str:
         speed = self.read_bytes_per_second / 1e9
@@ -95,18 +95,18 @@ class QuarantineState:
     """Memory in quarantine for one reason."""
 
     reason: str
-    """What it waits for: a ``forward``, a ``read`` that runs, or a ``failed_read``."""
+    """The event that it waits for: a ``forward``, a running ``read``, or a ``failed_read``."""
     pages: int
-    """Of all pools."""
+    """The number of pages, of all pools."""
     seconds: int
-    """That the oldest has waited; whole ones, so that the load does not change all the time."""
+    """The age of the oldest in whole seconds, so that the load does not change all the time."""
 
 
 def sum_by_size(prompts: Iterable[int]) -> tuple[int, ...]:
     """The tokens of prompts by their size, as in `WorkerLoad.prompts_by_size`.
 
     Args:
-        prompts: how many tokens each has; those with none are left out.
+        prompts: the number of tokens of each prompt; prompts without any are left out.
     """
     sums: list[int] = []
     for tokens in prompts:
@@ -120,7 +120,7 @@ def sum_by_size(prompts: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What one worker has to do, and what memory it has left."""
+    """One worker's work, and the memory that it has left."""
 
     waiting_requests: int = 0
     running_requests: int = 0
@@ -130,26 +130,27 @@ class WorkerLoad:
     growth_tokens: int = 0
     """Tokens that running requests are expected to add."""
     output_tokens: int = 0
-    """A request is expected to generate so many, as earlier ones did; 0: none has ended yet."""
+    """Output tokens expected of a request, judged by earlier ones; 0: none has ended yet."""
     speeds: StepSpeeds = UNMEASURED
-    """What its steps cost, as it has learnt."""
+    """The costs of its steps, as it has learnt them."""
     prompts_by_size: tuple[int, ...] = ()
-    """Tokens that are not computed, of all prompts that have ``[2**i, 2**(i+1))`` of them, by i.
+    """Prompt tokens not yet computed, summed by how many of them a prompt has.
 
-    Of a worker that computes prompts; without those of a priority above 0, which run later.
+    Entry ``i`` is the sum over prompts that have ``[2**i, 2**(i+1))`` such tokens. Only a worker
+    that computes prompts reports it, without prompts of a priority above 0, which run later.
     """
     reused_share: float = 0.0
-    """The largest share of an input that its prefix index had, lately; it fades by and by."""
+    """The largest share of an input found lately in its prefix index; it decays with time."""
     draining: bool = False
     """The worker takes no more requests."""
     peers: tuple[PeerTransport, ...] = ()
-    """Of a decode worker: the prefill workers that it has met."""
+    """The prefill workers that a decode worker has met."""
     quarantine: tuple[QuarantineState, ...] = ()
-    """What is in quarantine, by reason."""
+    """The memory in quarantine, by reason."""
     storage_error: str = ""
-    """Why nothing is written to storage; empty if it is, or if there is none."""
+    """Why nothing is written to storage; empty if it is written, or if there is no storage."""
     session_locked_tokens: int = 0
-    """Of cached prefixes, that sessions lock between their turns: they come back when needed."""
+    """Tokens of cached prefixes that sessions lock between turns, until the room is needed."""
 
     @property
     def is_idle(self) -> bool:
@@ -158,12 +159,12 @@ class WorkerLoad:
 
     @property
     def refused_peers(self) -> Mapping[str, str]:
-        """The incarnations that this decode worker does not read from, and why."""
+        """The incarnations that this decode worker does not read from, each with the reason."""
         return {peer.incarnation: peer.refusal for peer in self.peers if peer.refusal}
 
     @property
     def held_tokens(self) -> int:
-        """Tokens whose KV requests have in the first pool, shared ones once; not sessions'."""
+        """Tokens of KV that requests hold in the first pool, shared ones once; not sessions'."""
         return sum(
             (pool.held + pool.cached_protected) * pool.page_size - self._locked_by_sessions(pool)
             for pool in self.pools[:1]
@@ -173,9 +174,9 @@ class WorkerLoad:
     def room_tokens(self) -> int:
         """Tokens that the first pool can still take; in tokens, so that page sizes may differ.
 
-        What running requests are promised, or expected to add if that is more,
-        is taken; what sessions keep between their turns is not. Where there is a pool for
-        windows, too, it comes second and fills up later.
+        Memory promised to running requests, or what they are expected to add if that is more,
+        counts as taken. Memory that sessions keep between turns does not. A window pool is not
+        looked at: it comes second, and fills up later.
         """
         return sum(
             (pool.free + pool.cached_evictable + pool.session) * pool.page_size
@@ -185,7 +186,7 @@ class WorkerLoad:
         )
 
     def _locked_by_sessions(self, pool: PoolCounts) -> int:
-        """Tokens; several sessions may lock the same pages."""
+        """Tokens that sessions lock, at most the protected: several may lock the same pages."""
         return min(self.session_locked_tokens, pool.cached_protected * pool.page_size)
 
 
@@ -203,13 +204,13 @@ class WorkerStatus:
     draining: bool
     load: WorkerLoad
     model_digest: str = ""
-    """The name of what it has loaded."""
+    """The `name` of the digest of what it has loaded."""
     refusal: str = ""
-    """Why it gets no requests; empty if it gets some."""
+    """Why it gets no requests; empty if it gets requests."""
     kv_events_address: str = ""
     """Where it publishes KV events; empty if it does not."""
 
     def for_tenants(self) -> WorkerStatus:
-        """Without what tells of other tenants' prompts, or of this machine's files."""
+        """A copy without what tells of other tenants' prompts, or of this machine's files."""
         load = replace(self.load, reused_share=0.0, storage_error="")
         return replace(self, load=load, kv_events_address="")

@@ -1,4 +1,4 @@
-"""The messages that cross processes, each with its dataclass. gRPC's edges alone import this."""
+"""The messages that cross processes, each with its dataclass. Only gRPC code imports this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has loaded, in a few hashes: workers with the same ones compute the same tokens."""
+"""Hashes of what a worker has loaded: workers with the same ones compute the same tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN_DIGITS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class ModelDigest:
-    """Describes a model as it was loaded, not as it lies on disk. All hashes are hexadecimal."""
+    """A model as it was loaded, not as it lies on disk. All hashes are hexadecimal."""
 
     config: str
     """Hash of the configuration as it was understood."""
@@ -20,19 +20,19 @@ class ModelDigest:
     tokenizer: str
     """SHA-256 of tokenizer.json."""
     dtype: str
-    """Of activations, e.g. ``bfloat16``; that of KV is part of `layout`."""
+    """The dtype of activations, e.g. ``bfloat16``; the dtype of KV is part of `layout`."""
     layout: str
-    """Hash of what a token's KV is in each pool. Page sizes and orders do not belong to it."""
+    """Hash of the form of a token's KV in each pool. Page sizes and orders are not part of it."""
     draft: str
-    """Hash of the draft model's configuration and weights; empty: none drafts."""
+    """Hash of the draft model's configuration and weights; empty if there is no draft model."""
 
     @property
     def name(self) -> str:
-        """One hash for all of it: what operators are shown."""
+        """One short hash of all parts, which operators are shown."""
         return hashlib.sha256("\n".join(astuple(self)).encode()).hexdigest()[:_SHOWN_DIGITS]
 
     def difference_from(self, other: ModelDigest) -> str:
-        """Which parts differ from another model's, and how; empty if none does."""
+        """The parts that differ from another model's, and how; empty if none differ."""
         return ", ".join(
             f"{field.name} ({_short(mine)}, not {_short(theirs)})"
             for field in fields(self)
@@ -41,7 +41,7 @@ class ModelDigest:
 
 
 NO_MODEL: Final = ModelDigest("", "", "", "", "", "")
-"""Of pools whose KV no model computes."""
+"""The digest for pools whose KV no model computes."""
 
 
 def _short(part: str) -> str:

@@ -1,4 +1,4 @@
-"""What a worker reports of its requests, step by step."""
+"""A worker's reports of its requests, step by step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SampledToken:
 
     token_id: int
     logprob: float | None = None
-    """None: nobody asked."""
+    """None if nobody asked for it."""
     top: tuple[TokenLogprob, ...] = ()
     """The likeliest tokens, likeliest first."""
 
@@ -43,8 +43,8 @@ class PhaseTimings:
     def merged(self, other: PhaseTimings) -> PhaseTimings:
         """The larger one of each phase.
 
-        Not the sum: a worker reports zero for a phase that is not its own, and may report its
-        own more than once.
+        A sum would be wrong: a worker reports zero for phases of others, and may report its own
+        more than once.
         """
         return PhaseTimings(
             max(self.queue_seconds, other.queue_seconds),
@@ -54,7 +54,7 @@ class PhaseTimings:
         )
 
     def plus(self, other: PhaseTimings) -> PhaseTimings:
-        """The sum of each phase, of an attempt and of another after it."""
+        """The sum of each phase over an attempt and a later one."""
         return PhaseTimings(
             self.queue_seconds + other.queue_seconds,
             self.prefill_seconds + other.prefill_seconds,
@@ -67,7 +67,7 @@ NO_TIMINGS = PhaseTimings()
 
 
 class EndReason(StrEnum):
-    """Why a worker says nothing more of a choice."""
+    """The reason why a worker reports nothing more of a choice."""
 
     STOP = "stop"
     """It is complete: end of sequence, a stop token or a stop string."""
@@ -76,23 +76,23 @@ class EndReason(StrEnum):
     ABORTED = "aborted"
     """It was cancelled."""
     HANDED_OVER = "handed_over"
-    """Prefill side: the decode side goes on."""
+    """The prefill side is done, and the decode side goes on."""
     FAILED = "failed"
     """`RequestEnd.error` says why."""
     RETRACTED = "retracted"
-    """It made room for others, or the worker drains.
+    """The request made room for others, or the worker drains.
 
-    It is to be submitted again, with what it has emitted.
+    It is to be submitted again, with the tokens that it has emitted.
     """
 
 
 class FailureReason(StrEnum):
-    """Why an attempt ended early although another one could complete the request."""
+    """The reason why an attempt ended early although another one could complete the request."""
 
     WORKER_LOST = "worker_lost"
-    """The router lost the worker. No worker says this."""
+    """The router lost the worker. The router alone concludes this."""
     ABORTED = "aborted"
-    """A worker gave the request up unasked. No worker says this, the router concludes it."""
+    """A worker gave the request up unasked. The router alone concludes this."""
     PEER_LOST = "peer_lost"
     """The hand-over's stream broke: the other worker has left, or is gone."""
     PEER_FAILED = "peer_failed"
@@ -110,7 +110,7 @@ class FailureReason(StrEnum):
     FORWARD_FAILED_ALONE = "forward_failed_alone"
     """A forward that computed it alone failed, or hung; or its own row of one did."""
     GRAMMAR_FAILED = "grammar_failed"
-    """Its grammar cannot be followed any further: of all causes the one that is final."""
+    """Its grammar cannot be followed any further. This cause alone is final."""
     FAILED = "failed"
     """The worker did not say why, or the reason is newer than this router."""
 
@@ -124,7 +124,7 @@ class RequestEnd:
     """The token id or the string that stopped it."""
     error: str = ""
     cause: FailureReason | None = None
-    """Of a failure; but for `GRAMMAR_FAILED`, another attempt could complete the request."""
+    """The cause of a failure; after any but `GRAMMAR_FAILED`, another attempt could succeed."""
 
     @property
     def retryable(self) -> bool:
@@ -137,23 +137,26 @@ class RequestOutput:
     """Tokens of one choice from one step, or its end, or both."""
 
     key: RequestKey
-    """Its router is empty where a router has received it."""
+    """The choice; on the router that has received the output, its `router` is empty."""
     index: int
     """The first token's place in the output."""
     tokens: tuple[SampledToken, ...] = ()
     end: RequestEnd | None = None
-    """On this worker's last output of the choice."""
+    """The end, on this worker's last output of the choice."""
     timings: PhaseTimings = NO_TIMINGS
     cached_tokens: int = 0
-    """Prompt tokens that were not computed: found in the prefill side's prefix index."""
+    """Prompt tokens that were found in the prefill side's prefix index, and not computed."""
     prompt_logprobs: tuple[SampledToken, ...] = ()
-    """Of the prompt's tokens but the first; from whoever computes it, chunk by chunk."""
+    """Log-probabilities of the prompt's tokens but the first.
+
+    The worker that computes the prompt reports them chunk by chunk.
+    """
     prompt_index: int = 0
-    """The place in the prompt that `prompt_logprobs` begin at; 1 for the second token."""
+    """The index in the prompt of the first of `prompt_logprobs`; 1 for the second token."""
 
     @property
     def is_next_token(self) -> bool:
-        """Whether it says one token, and nothing else."""
+        """Whether it has one token, and nothing else."""
         return (
             len(self.tokens) == 1
             and self.end is None
@@ -168,8 +171,8 @@ class RequestOutput:
 class NextTokens:
     """One token each of many choices, as lists of one length.
 
-    Numbers in lists cost a fraction of what as many messages do, and most of what a worker says
-    are such tokens. A router's attempts are numbered over all of its requests.
+    Most of what a worker reports are such tokens, and lists cost a fraction of as many messages. A
+    router's attempts are numbered over all of its requests.
     """
 
     attempts: tuple[int, ...]
@@ -178,33 +181,35 @@ class NextTokens:
     token_ids: tuple[int, ...]
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        """Attempt, choice, index and token id of each."""
+        """Yield attempt, choice, index and token id of each token."""
         return zip(self.attempts, self.choices, self.indexes, self.token_ids, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """What one pass of a worker's engine has for one router."""
+    """The outputs of one pass of a worker's engine, for one router."""
 
     outputs: tuple[RequestOutput, ...]
     load: WorkerLoad | None = None
-    """Only when it has changed; on its way to a router, only when it has changed enough."""
+    """The load if it has changed; on its way to a router, only if it has changed enough."""
     prefixes: PrefixUpdate | None = None
-    """Only when they have changed, and first of all those that there are."""
+    """The change of the prefixes, if any; the first update has all that there are."""
     peers: tuple[PeerTransport, ...] = ()
-    """On the way to a router: of the load's peers, which are empty there, those that have changed
-    since it was last told."""
+    """On the way to a router: the peers that have changed since it was last told.
+
+    The load's own `peers` are empty there.
+    """
     gone_peers: tuple[str, ...] = ()
-    """On the way to a router: the incarnations of those that are among the peers no more."""
+    """On the way to a router: incarnations that are no longer among the peers."""
     next_tokens: NextTokens | None = None
-    """On the way to a router: the outputs that are a token each, which go before the others."""
+    """On the way to a router: the outputs that are one token each; they precede `outputs`."""
     ended_sessions: tuple[str, ...] = ()
-    """The router's sessions whose KV was given up here, and was not asked to be."""
+    """The router's sessions whose KV the worker gave up on its own."""
     progress: WorkerProgress | None = None
-    """Now and then, while the router watches."""
+    """The progress of requests, sent now and then while the router watches."""
 
     def packed(self) -> EngineOutputs:
-        """The same with the outputs that are a token each in `next_tokens`."""
+        """A copy in which the outputs of one token each stand in `next_tokens`."""
         tokens: list[RequestOutput] = []
         rest: list[RequestOutput] = []
         for output in self.outputs:

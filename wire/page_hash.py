@@ -1,16 +1,16 @@
 """The hash that names a page of KV by all that its content depends on: the tokens up to its end.
 
-A page's hash is SHA-256 over the hash of the page before it and its own tokens; the first page's
-"page before" is the root, a hash of the model, the page size and the namespace, which has tenant
-and ``cache_salt``. So equal hashes mean equal prefixes of one tenant, and who does not know the
-namespace can say nothing about the tokens. Routers, workers and tiers of storage use this one.
+A page's hash is SHA-256 over the hash of the page before it and its own tokens. Before the first
+page stands the root: a hash of the model, the page size and the namespace. The namespace has tenant
+and ``cache_salt``. So equal hashes mean equal prefixes of one tenant, and without the namespace a
+hash reveals nothing about the tokens. Routers, workers and tiers of storage use the same hash.
 
 ::
 
     root = H(version, model, page size, namespace)      page k = H(page k - 1, tokens of page k)
 
-For placement a part is enough: a *mark* is the first eight bytes of the hash of every page that
-ends at a multiple of `mark_tokens`. A mark stands for the whole prefix up to there.
+For placement a part is enough. A *mark* is the first eight bytes of a page's hash, for each page
+that ends at a multiple of `mark_tokens`. A mark stands for the whole prefix up to there.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _VERSION: Final = "kvrelay page 1"
 
 
 class PageHashes:
-    """Makes the hashes of one model's pages. Immutable: any thread may call it.
+    """The hashes of one model's pages. Immutable: any thread may call it.
 
-    A page takes about a microsecond.
+    To hash a page takes about a microsecond.
 
     Args:
-        model: whose KV is on the pages. Its tokenizer does not matter.
+        model: the model that computes the pages' KV. Its tokenizer does not matter.
         page_size: tokens a page.
     """
 
@@ -45,12 +45,12 @@ class PageHashes:
         self._page_bytes = page_size * 4
         self._pages_per_mark = max(1, MARK_TOKENS // page_size)
         self.mark_tokens = self._pages_per_mark * page_size
-        """Tokens that one mark more stands for."""
+        """Tokens from one mark to the next."""
         parts = (_VERSION, model.config, model.weights, model.dtype, model.layout, model.draft)
         self._seed = "\n".join((*parts, str(page_size), "")).encode()
 
     def root(self, namespace: str) -> bytes:
-        """What the first page of a namespace comes after."""
+        """The root of a namespace, which stands before its first page."""
         return hashlib.sha256(self._seed + namespace.encode()).digest()
 
     def extend(self, before: bytes, token_bytes: bytes) -> bytes:
@@ -58,8 +58,8 @@ class PageHashes:
 
         Args:
             before: the hash of the page before, or the root.
-            token_bytes: four bytes a token, the lowest first; what is longer than whole
-                pages is cut off.
+            token_bytes: four bytes a token, the lowest first; tokens behind the last whole page are
+                left out.
         """
         size, sha256, hashes = self._page_bytes, hashlib.sha256, []
         for start in range(0, len(token_bytes) - size + 1, size):

@@ -1,4 +1,4 @@
-"""Who has each page of a worker, for people who look for one."""
+"""The owner of each page of a worker, for people who look for one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OwnedPages:
     owner: str
     """``free``, ``lease``, ``index``, ``session`` or ``quarantine``."""
     holder: str
-    """The request or session; empty for free pages and those of the index."""
+    """The request or session; empty for free pages and pages of the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class PoolOwners:
 
     pool: str
     runs: tuple[OwnedPages, ...]
-    """Together every page once, in order."""
+    """All of its pages, each once and in order."""
 
 
 @dataclass(frozen=True, slots=True)

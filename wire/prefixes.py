@@ -1,4 +1,4 @@
-"""What a worker tells a router of the prefixes that its prefix index has."""
+"""A worker's reports to a router of the prefixes that its prefix index has."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixUpdate:
-    """What is found on a worker, or no more, as marks (see `page_hash.py`).
+    """Prefixes that are now in a worker's index, or no longer, as marks (see `page_hash.py`).
 
     A mark is among the stored or the removed ones, not both.
     """
 
     number: int
-    """Of the updates on one stream, from 0, one by one: so that a gap is seen."""
+    """The update's number on its stream: 0, 1, 2 and so on, so that a gap is seen."""
     page_size: int
-    """Tokens a page: the marks are of such pages."""
+    """Tokens a page, for the pages that the marks name."""
     begins: bool = False
-    """Nothing that was told before holds: this one and those that follow tell all anew."""
+    """Earlier updates no longer hold: this one and those after it tell everything anew."""
     stored: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""How far requests have come on a worker, for people who watch."""
+"""The progress of requests on a worker, for people who watch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import StrEnum
 
 
 class RequestPhase(StrEnum):
-    """Where a request is on its worker."""
+    """The phase of a request on its worker."""
 
     QUEUED = "queued"
     """It holds nothing."""
     ASKED = "asked"
     """The prefill side has asked for memory, and the decode side has not granted it."""
     GRANTED = "granted"
-    """The decode side has memory for the whole input, and nothing of it was announced."""
+    """The decode side has memory for the whole input, and no page was announced yet."""
     COMPUTING = "computing"
     """Its input is computed here."""
     ANNOUNCED = "announced"
@@ -27,20 +27,20 @@ class RequestPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """One attempt at a request; of several choices it is the first that has not ended."""
+    """The progress of one attempt; of several choices, that of the first that has not ended."""
 
     attempt: int
     phase: RequestPhase
     pages: int = 0
-    """Of its whole input, of the first pool."""
+    """Pages of its whole input, in the first pool."""
     written_pages: int = 0
-    """That are computed here."""
+    """Pages that are computed here."""
     announced_pages: int = 0
-    """Prefill side: that the decode side may read."""
+    """Prefill side: pages that the decode side may read."""
     pulled_pages: int = 0
-    """Decode side: whose reads have ended well."""
+    """Decode side: pages whose reads have ended well."""
     owned_pages: int = 0
-    """Decode side: that are its own: found in its prefix index, or all once they are confirmed."""
+    """Decode side: pages found in its prefix index; once all pages are confirmed, all pages."""
     output_tokens: int = 0
 
 

@@ -1,4 +1,4 @@
-"""What a router tells a worker of a request."""
+"""The messages about requests that a router sends to a worker."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import NamedTuple, TypeAlias
 from kvrelay.wire.worker_info import WorkerAddress
 
 MAX_CHOICES = 16
-"""Outputs of one prompt, at most."""
+"""The most outputs of one prompt."""
 
 
 class RequestKey(NamedTuple):
-    """Names one attempt at one request, on every worker that takes part in it."""
+    """The name of one attempt at one request, on every worker that takes part in it."""
 
     router: str
     request_id: str
     attempt: int
     choice: int = 0
-    """Of several outputs that one submission asks for; the first one's names them all."""
+    """The index among the outputs of one submission; that of the first names them all."""
 
     def __str__(self) -> str:
         choice = f"/{self.choice}" if self.choice else ""
@@ -29,30 +29,30 @@ class RequestKey(NamedTuple):
 
     @property
     def fields(self) -> dict[str, str | int]:
-        """What a log's message about it says beside its text."""
+        """The fields of a log message about this attempt, beside its text."""
         return {"request_id": self.request_id, "attempt": self.attempt}
 
     def of_choice(self, choice: int) -> RequestKey:
-        """The same attempt's other output."""
+        """The key of the same attempt's other output."""
         return self._replace(choice=choice)
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What an output must be, in exactly one of four forms."""
+    """The form that an output must have; exactly one of the four fields is set."""
 
     json_schema: str | None = None
-    """JSON that this schema allows; itself in JSON."""
+    """A JSON schema, itself in JSON, that allows the output."""
     regex: str | None = None
-    """A text that matches it as a whole."""
+    """A regular expression that matches the whole output."""
     choice: tuple[str, ...] = ()
-    """One of these texts."""
+    """The texts that the output may be."""
     grammar: str | None = None
-    """A text by this grammar, in Lark's form or GBNF."""
+    """A grammar of the output, in Lark's form or GBNF."""
 
     @property
     def forms(self) -> list[str]:
-        """The names of the fields that it has: one, whatever is sent."""
+        """The names of the fields that are set: exactly one, if the output is valid."""
         return [name for name in FORMS if getattr(self, name) not in (None, ())]
 
 
@@ -62,7 +62,7 @@ FORMS = ("json_schema", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """A request's choice of sampling; the names and meanings of vLLM and OpenAI.
+    """A request's sampling parameters, with the names and meanings of vLLM and OpenAI.
 
     A value out of range raises `ValueError` that starts with the field's name.
     """
@@ -70,25 +70,25 @@ class SamplingParams:
     temperature: float = 1.0
     """0 picks the likeliest token."""
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens whose probability reaches it; in (0, 1]."""
+    """Keep the fewest likeliest tokens whose probabilities sum to this value; in (0, 1]."""
     top_k: int = 0
     """Keep this many of the likeliest tokens (ties with the last are kept too); 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least this many times as likely as the likeliest; in [0, 1]."""
     frequency_penalty: float = 0.0
-    """Taken off a logit for every time its token is in the output."""
+    """Subtracted from a token's logit for every time that the token is in the output."""
     presence_penalty: float = 0.0
-    """Taken off a logit if its token is in the output."""
+    """Subtracted from a token's logit if the token is in the output."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    """The factor for tokens in prompt or output: divides positive logits, multiplies negative."""
     seed: int = 0
-    """Of the draws; a router draws it where the client gives none."""
+    """The seed of the draws; a router chooses one if the client gives none."""
     logprobs: int | None = None
-    """How many of the likeliest tokens to report beside the sampled one; None reports nothing."""
+    """The number of likeliest tokens to report beside the sampled one; None reports nothing."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """What is added to the logits of token ids."""
+    """Values to add to the logits, by token id."""
     structured_output: StructuredOutput | None = None
-    """Only tokens that lead to such an output are sampled."""
+    """The form of the output: only tokens that lead to it are sampled."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.temperature < math.inf, "temperature", "must be at least 0 and finite")
@@ -121,7 +121,7 @@ class SamplingParams:
 
     @property
     def reads_output(self) -> bool:
-        """Whether they are changed by which tokens have come before."""
+        """Whether logits are changed by the tokens that have come before."""
         return (
             self.frequency_penalty != 0
             or self.presence_penalty != 0
@@ -131,22 +131,22 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """What ends an output besides its client."""
+    """The conditions that end an output, apart from its client."""
 
     max_tokens: int
     min_tokens: int = 0
-    """No stop condition but `max_tokens` counts before as many output tokens."""
+    """The fewest output tokens; before that, `max_tokens` is the only stop condition."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The client's; `with_eos` adds the model's end-of-sequence tokens."""
+    """The client's stop tokens; `with_eos` adds the model's end-of-sequence tokens."""
     stop: tuple[str, ...] = ()
-    """Stop strings, which are looked for in the rendered text."""
+    """Stop strings, searched for in the rendered text."""
     ignore_eos: bool = False
     """End-of-sequence tokens do not end the output."""
     skip_special_tokens: bool = True
     """Special tokens are left out of the rendered text."""
 
     def with_eos(self, eos_token_ids: Iterable[int]) -> StopConditions:
-        """The same, with the model's end-of-sequence tokens unless they are ignored."""
+        """A copy with the model's end-of-sequence tokens, unless they are ignored."""
         eos = () if self.ignore_eos else eos_token_ids
         return dataclasses.replace(self, stop_token_ids=self.stop_token_ids.union(eos))
 
@@ -158,11 +158,11 @@ class GenerationParams:
     sampling: SamplingParams
     stops: StopConditions
     n: int = 1
-    """Choices: independent outputs of the one prompt."""
+    """The number of choices: independent outputs of the one prompt."""
     prompt_logprobs: int | None = None
-    """As `SamplingParams.logprobs`, for the prompt's tokens; None reports nothing."""
+    """The number of likeliest tokens to report at each prompt token; None reports nothing."""
     speculate: bool = True
-    """Drafts may be verified for it, where the worker has a drafter."""
+    """Drafts may be verified for the request, where the worker has a drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,52 +171,52 @@ class AttachHello:
 
     router: str
     incarnation: str
-    """The worker that is meant; another one at its address refuses."""
+    """The incarnation of the worker that is meant; another one at its address refuses."""
     version: str
-    """The router's; a worker of another version refuses."""
+    """The router's version; a worker of another version refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSession:
-    """The request is a turn of a session, whose KV its worker may keep for the next turn."""
+    """A session that the request is a turn of; its worker may keep the KV for the next turn."""
 
     session: str
-    """The router's name of it, unique on the router."""
+    """The router's name for it, unique on the router."""
     most_kept_tokens: int
-    """KV of a longer history is not kept."""
+    """The longest history whose KV is kept."""
     owner: str = ""
-    """The name of the token that has it: those that keep more than others lose theirs first."""
+    """The access token that has the session. Owners that keep most lose theirs first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """The worker is to start an attempt at some choices of a request."""
+    """A request to start an attempt at some choices of a request."""
 
     key: RequestKey
-    """Neither its router, which the stream names, nor its choice is sent."""
+    """The attempt; its router (the stream names it) and its choice are not sent."""
     input_ids: tuple[int, ...]
-    """The prompt, and after it what an earlier attempt has emitted."""
+    """The prompt, followed by the tokens that an earlier attempt has emitted."""
     num_prompt_tokens: int
-    """Of `input_ids`, the prompt."""
+    """The number of `input_ids` that are the prompt."""
     sampling_params: GenerationParams
     first_choice: int = 0
-    """The choices wanted are the `n` from this one on."""
+    """The first of the `n` choices that are wanted."""
     priority: int = 0
-    """A lower one is scheduled earlier."""
+    """The priority; requests of a lower one are scheduled earlier."""
     age_seconds: float = 0.0
-    """Since the router took the request."""
+    """Seconds since the router took the request."""
     prefill: WorkerAddress | None = None
-    """To a decode worker: who computes the prompt."""
+    """The worker that computes the prompt; only sent to a decode worker."""
     namespace: str = ""
-    """The part of the prefix index that the request uses: its tenant's."""
+    """The part of the prefix index that the request uses, which is its tenant's."""
     alone: bool = False
-    """It may break the forward that it is in, so it is to have forwards of its own."""
+    """The request may break the forward that it is in, so it is to have forwards of its own."""
     cached_tokens: int = 0
-    """Of the input, that the router expects the worker to have; it may be wrong."""
+    """Input tokens that the router expects the worker to have; it may be wrong."""
     session: KeptSession | None = None
-    """To a worker that generates: whose turn it is."""
+    """The session whose turn it is; only sent to a worker that generates."""
     traceparent: str = ""
-    """The attempt's span, as W3C writes it, if the request is traced."""
+    """The attempt's span as a W3C traceparent, if the request is traced."""
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -268,27 +268,27 @@ class SubmitRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSessionRequest:
-    """The worker is to keep no KV of a session any more; it ignores one that it does not know."""
+    """A request to keep no KV of a session any more; an unknown session is ignored."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """The worker is to end all choices of an attempt."""
+    """A request to end all choices of an attempt."""
 
     key: RequestKey
-    """Neither its router nor its choice is sent."""
+    """The attempt; its router and its choice are not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TellPrefixesRequest:
-    """The worker is to tell anew which prefixes it has: the router has missed something."""
+    """A request to tell all prefixes anew, as the router has missed an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchRequests:
-    """Somebody watches the requests, or nobody does any more."""
+    """A notice that somebody watches the requests, or that nobody does any more."""
 
     on: bool
 

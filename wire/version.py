@@ -1,4 +1,4 @@
-"""Which version of kvrelay a process is, as the processes of a cluster tell each other."""
+"""The version of kvrelay that the processes of a cluster tell each other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Final
 from kvrelay.v1 import controller_pb2, hand_over_pb2, inference_pb2, worker_pb2
 
 _FILES: Final = (inference_pb2, worker_pb2, hand_over_pb2, controller_pb2)
-"""Those with messages between a router, its workers and the controller."""
+"""The files with messages between a router, its workers and the controller."""
 
 
 def _fields(message: Any) -> Iterator[str]:
-    """One line for each field of a message and of those within it, and for each enum's value."""
+    """Yield a line for each field of a message, for its inner messages' fields and enum values."""
     for field in message.fields:
         of = field.message_type or field.enum_type
         kind = of.full_name if of else field.type
@@ -27,14 +27,14 @@ def _fields(message: Any) -> Iterator[str]:
 
 
 def digest_of_messages(files: Iterable[Any]) -> str:
-    """Differs where the messages of these file descriptors do, and not by their comments."""
+    """A digest of the messages in these file descriptors; comments do not change it."""
     messages = [one for file in files for one in file.message_types_by_name.values()]
     lines = sorted(line for message in messages for line in _fields(message))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
 
 VERSION: Final = f"{version('kvrelay')} ({digest_of_messages(file.DESCRIPTOR for file in _FILES)})"
-"""That of the package, and a part of a hash of all messages between processes.
+"""The version of the package, with a part of a hash of all messages between processes.
 
 A router and its workers are of one version: messages have meanings that no field tells.
 """

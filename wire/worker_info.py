@@ -1,4 +1,4 @@
-"""What a worker is, as every process of the cluster sees it."""
+"""The description of a worker that every process of the cluster sees."""
 
 from __future__ import annotations
 
@@ -9,54 +9,56 @@ from kvrelay.wire.model_digest import ModelDigest
 
 
 class WorkerRole(StrEnum):
-    """What a worker does with a request."""
+    """The part that a worker has in a request."""
 
     PREFILL = "prefill"
-    """Computes prompts and hands their KV over."""
+    """The worker computes prompts and hands their KV over."""
     DECODE = "decode"
-    """Takes KV over and generates."""
+    """The worker takes KV over and generates."""
     AGGREGATED = "aggregated"
-    """Both, in one worker: the baseline."""
+    """The worker does both: the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """One incarnation of a worker: what it is, where to reach it, what it can take.
 
-    A worker says this of itself when it has started; `deploy` lists it for the routers.
+    The worker reports this once it has started, and `deploy` lists it for the routers.
     """
 
     name: str
     """Stable over restarts, e.g. ``decode-0``."""
     role: WorkerRole
     incarnation: str
-    """Fresh at every start: a restarted worker is another one."""
+    """The name of this start of the worker: every start has a new one."""
     address: str
     """``host:port`` of its gRPC services."""
     metrics_address: str
     """``host:port`` of its Prometheus metrics."""
     pool_tokens: int
-    """Tokens that one request can hold there at most."""
+    """The most tokens that one request can hold there."""
     max_model_len: int
-    """Tokens, prompt and output together."""
+    """The most tokens of prompt and output together."""
     vocab_size: int
     architecture: str
     eos_token_ids: tuple[int, ...]
     model: ModelDigest
-    """What the incarnation has loaded."""
+    """The digests of what the incarnation has loaded."""
     version: str
-    """Of kvrelay; routers of another version send it nothing."""
+    """The version of kvrelay; routers of another version send it nothing."""
     kv_events_address: str = ""
     """``host:port`` where it publishes KV events; empty if it does not."""
     pid: int = 0
-    """Of its process, on its own machine; 0 where nobody has to know it."""
+    """The process id, on its own machine; 0 where nobody has to know it."""
     draining: bool = False
-    """It gets no more requests; those that nobody else can take wait for its successor.
+    """The worker gets no more requests.
 
-    It is listed, alive or not, until that one is there.
+    Requests that no other worker can take wait for its successor. Until that one is there, the
+    worker
+    stays listed, alive or not.
     """
     locality: str = ""
-    """Workers of the same one are near each other (``--near``); empty: that is not known."""
+    """The worker's place (``--near``): workers of one place are near each other; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

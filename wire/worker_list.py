@@ -1,4 +1,4 @@
-"""Which workers a router may use, as the controller says it."""
+"""The list of workers that a router may use, from the controller."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvrelay.wire.worker_info import WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class WorkerList:
-    """All workers that there are, and those that there will be again."""
+    """All workers that exist, and all lost ones that will be replaced."""
 
     endpoints: tuple[WorkerInfo, ...] = ()
-    """Live, or draining without a successor."""
+    """Workers that are live, or that drain without a successor."""
     awaited: tuple[WorkerInfo, ...] = ()
-    """Lost; they will have successors. As they were."""
+    """Lost workers that will have successors, as they were."""
     successor: str = ""
-    """``host:port`` of the controller of another cluster, whose workers are to get new requests."""
+    """``host:port`` of another cluster's controller, whose workers are to get new requests."""

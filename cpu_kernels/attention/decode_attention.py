@@ -44,13 +44,13 @@ def attend_rows(
     seq_lens: Array,
     out: int,
 ) -> None:
-    """Rows of ``new [T, heads, D]`` to rows of ``out [T, num_heads * value_dim]``.
+    """Attend for rows of ``new [T, heads, D]`` into rows of ``out [T, num_heads * value_dim]``.
 
-    Of both the address is given, of `new` the shape; they have the dtype of `pages`.
+    Both are given by their address, `new` with its shape; they have the dtype of `pages`.
 
-    One row a sequence, in passes that are all in float32: scores (bent by a `softcap` that is
-    not 0), softmax, weighted sum. `page_table` is read from the page of the first token within
-    the `window` on. With one part, keys are also the values, up to the value dimension.
+    Each sequence has one row, computed in float32 passes: scores (bent by a `softcap` unless it is
+    0), softmax, weighted sum. `page_table` is read from the page of the first token within the
+    `window` on. With one part, keys are also the values, up to the value dimension.
     """
     tokens, _, head_dim = shape
     value_offset = (parts - 1) * kv_heads * page_size * head_dim
@@ -140,9 +140,10 @@ def store_sums(sums: Array, out: Array) -> None:
 
 @inlined
 def prefetch_next(pages: Array, starts: Array, p: int, offset: int, run: int) -> None:
-    """Fetch a head's run of the page after `p`: it lies anywhere, hardware cannot foresee it.
+    """Fetch a head's run of the page after `p`: hardware cannot foresee where it lies.
 
-    All of it at once, and not earlier: spread over the tokens, or further ahead, it gains less.
+    The whole run is fetched at once and no earlier: spread over the tokens, or further ahead, it
+    gains less.
     """
     ahead = starts[min(p + 1, len(starts) - 1)] + offset
     for line in range(0, run, _LINE):
@@ -160,9 +161,9 @@ def add_scores(
     tokens: int,
     scores: Array,
 ) -> None:
-    """``scores [num_heads, tokens]`` of ``queries [num_heads, D]`` with a sequence's keys.
+    """Compute ``scores [num_heads, tokens]`` of ``queries [num_heads, D]`` with a sequence's keys.
 
-    Its pages' keys begin at `starts`. Those of the first `skipped` tokens are not read.
+    The pages' keys begin at `starts`. Keys of the first `skipped` tokens are not read.
     """
     num_heads, head_dim = queries.shape
     run, group = page_size * head_dim, num_heads // kv_heads
@@ -186,7 +187,7 @@ def score_heads(
     scores: Array,
     to: int,
 ) -> None:
-    """`score_page` of as many heads at once as there can be, for `group` of them."""
+    """Call `score_page` for `group` heads, for as many at once as there can be."""
     end = first + group
     while end - first >= MOST_HEADS:
         score_page(MOST_HEADS, pages, at, count, queries, first, scores, to)
@@ -209,7 +210,7 @@ def bend(score: Any, softcap: Any) -> Any:
 
 @inlined
 def cap(scores: Array, skipped: int, tokens: int, softcap: float) -> None:
-    """``softcap * tanh(score / softcap)`` of each row's ``[skipped, tokens)``, in place."""
+    """Bend each row's ``[skipped, tokens)`` to ``softcap * tanh(score / softcap)``, in place."""
     for head in range(scores.shape[0]):
         row = scores[head, skipped:tokens]
         for token in range(len(row)):
@@ -218,7 +219,7 @@ def cap(scores: Array, skipped: int, tokens: int, softcap: float) -> None:
 
 @inlined
 def softmax(scores: Array, skipped: int, tokens: int) -> None:
-    """Each row's ``[skipped, tokens)``, in place."""
+    """Apply softmax to each row's ``[skipped, tokens)``, in place."""
     for head in range(scores.shape[0]):
         row = scores[head, skipped:tokens]
         largest = row[0]
@@ -246,9 +247,9 @@ def add_values(
     tokens: int,
     sums: Array,
 ) -> None:
-    """``sums [num_heads, value_dim]`` of a sequence's values by ``weights [num_heads, tokens]``.
+    """Sum values by ``weights [num_heads, tokens]`` into ``sums [num_heads, value_dim]``.
 
-    Its pages' values begin at `starts`, one each `head_dim` elements. Those of the first
+    The pages' values begin at `starts`, one every `head_dim` elements. Values of the first
     `skipped` tokens are not read.
     """
     run, group = page_size * head_dim, len(sums) // kv_heads
@@ -276,7 +277,7 @@ def weigh_heads(
     first: int,
     group: int,
 ) -> None:
-    """`weigh_page` of as many heads at once as there can be, for `group` of them."""
+    """Call `weigh_page` for `group` heads, for as many at once as there can be."""
     end = first + group
     while end - first >= MOST_HEADS:
         weigh_page(MOST_HEADS, pages, at, count, head_dim, weights, of, sums, first)

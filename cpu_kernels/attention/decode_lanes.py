@@ -1,8 +1,8 @@
 """A page's part of decode attention in vectors that stay in registers, as LLVM instructions.
 
-What is loaded of a key, or of a value, is used for several query heads that share it, and
-their sums stay in registers: loops of numba would widen it anew for each head, and store and
-load the sums at each token. A sum's order depends on its own length alone.
+A part of a key, or of a value, is loaded once for several query heads that share it, and their sums
+stay in registers. Loops of numba would widen it anew for each head, and store and load the sums at
+each token. A sum's order depends on its own length alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numba.extending import intrinsic
 from kvrelay.cpu_kernels.lanes import LANES, add_scaled, loop, splat
 
 MOST_HEADS = 4
-"""That are computed at once."""
+"""The most heads that are computed at once."""
 _TOKENS = 4
-"""Whose keys are scored at once."""
+"""The tokens whose keys are scored at once."""
 _DIMENSIONS = 4 * LANES
-"""Of values that are summed at once: 16 vectors for `MOST_HEADS`."""
+"""The dimensions of values that are summed at once: 16 vectors for `MOST_HEADS`."""
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
@@ -34,10 +34,10 @@ class _Numbers:
         self._builder, self._data = builder, array.data
         self._is_half = kind.dtype == numba.int16
         self.width = builder.extract_value(array.shape, kind.ndim - 1)
-        """Elements of a row."""
+        """The elements of a row."""
 
     def load(self, index: Any, lanes: int) -> Any:
-        """Those from the flat `index` on."""
+        """Load elements from the flat `index` on."""
         builder, element = self._builder, self._data.type.pointee
         kind = _numbers(element, lanes)
         pointer = builder.bitcast(builder.gep(self._data, [index]), kind.as_pointer())
@@ -67,8 +67,8 @@ def _numbers(element: Any, lanes: int) -> Any:
 def _sum_lanes(builder: Any, vectors: Sequence[Any]) -> Any:
     """A vector of the sums of the lanes of each of `vectors`, of which there are 1, 2 or 4.
 
-    One half of a vector's lanes is added to the other, until one is left. Those of two vectors
-    are put together in one, so that fewer instructions do it.
+    One half of a vector's lanes is added to the other, until one is left. Halves of two vectors are
+    put together in one, which takes fewer instructions.
     """
     width = LANES
     while width > 1:
@@ -81,7 +81,7 @@ def _sum_lanes(builder: Any, vectors: Sequence[Any]) -> Any:
 
 
 def _add_halves(builder: Any, first: Any, second: Any, width: int) -> Any:
-    """Each `width` lanes of one or two vectors added up to half as many."""
+    """Add up each `width` lanes of one or two vectors to half as many."""
     lanes = first.type.count * (1 if second is None else 2)
     halves = []
     for half in (0, 1):
@@ -114,7 +114,7 @@ def _loop_if_any(
 def _in_steps(
     builder: Any, start: Any, end: Any, size: int, body: Callable[[Any, int], None]
 ) -> Any:
-    """``body(at, size)`` for as many steps of `size` as fit between; where they end."""
+    """Run ``body(at, size)`` for as many steps of `size` as fit between; return where they end."""
     steps = builder.udiv(builder.sub(end, start), _INT64(size))
 
     def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
@@ -132,7 +132,7 @@ def _rows(builder: Any, first: Any, count: int, width: Any, at: Any) -> list[Any
 
 
 def _is_constant(number: Any) -> bool:
-    """numba asks with the number itself first, and then with its type alone."""
+    """Whether a number is a constant: numba asks with the number, then with its type alone."""
     return isinstance(number, numba.types.IntegerLiteral)
 
 
@@ -150,8 +150,8 @@ def score_page(
 ) -> Any:
     """``scores[first + h, to + t] = queries[first + h] . key[t]`` for `heads` h, a constant.
 
-    A page's `count` keys begin at `at` of ``pages [n]``; ``queries [num_heads, head_dim]``,
-    ``scores [num_heads, tokens]``.
+    A page's `count` keys begin at `at` of ``pages [n]``. Shapes are ``queries [num_heads,
+    head_dim]`` and ``scores [num_heads, tokens]``.
     """
     if not _is_constant(heads):
         return None
@@ -167,7 +167,7 @@ def score_page(
         vectors, rest = builder.udiv(dim, _INT64(LANES)), builder.urem(dim, _INT64(LANES))
 
         def score_tokens(token: Any, some: int) -> None:
-            """Of `some` tokens from `token` on."""
+            """Score `some` tokens from `token` on."""
             keys = _rows(builder, token, some, dim, begin)
 
             def add_vector(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
@@ -223,8 +223,8 @@ def weigh_page(
 ) -> Any:
     """``sums[first + h] += weights[first + h, of + t] * value[t]`` for `heads` h, a constant.
 
-    A page's `count` values begin every `stride` elements from `at` of ``pages [n]`` on;
-    ``weights [num_heads, tokens]``, ``sums [num_heads, value_dim]``.
+    A page's `count` values begin every `stride` elements from `at` of ``pages [n]`` on. Shapes are
+    ``weights [num_heads, tokens]`` and ``sums [num_heads, value_dim]``.
     """
     if not _is_constant(heads):
         return None
@@ -237,7 +237,7 @@ def weigh_page(
         weight_rows = _rows(builder, first_head, heads.literal_value, weight.width, first_weight)
 
         def add_dimensions(place: Any, size: int) -> None:
-            """Of all tokens, `size` dimensions from `place` on."""
+            """Add `size` dimensions from `place` on, of all tokens."""
             lanes = min(size, LANES)
             places = [builder.add(place, _INT64(at)) for at in range(0, size, lanes)]
             targets = [

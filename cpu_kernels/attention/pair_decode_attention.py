@@ -1,12 +1,12 @@
 """Decode attention on a CPU in pairs of bfloat16: a query row a sequence, its pages in place.
 
 A sequence's tokens are computed in blocks of `TOKENS`, which begin at multiples of it. A block
-that is a part of one page and visible as a whole is read in place; others are copied, with zeros
-in place of tokens that are not visible. While a block is computed, the same head's part of the
-next one is fetched, line by line: hardware cannot foresee where pages lie.
+within one page that is visible as a whole is read in place. Other blocks are copied, with zeros in
+place of tokens that are not visible. While a block is computed, the same head's part of the next
+one is fetched, line by line: hardware cannot foresee where pages lie.
 
-Inner functions take addresses: numba counts references of the arrays that it is given, by two
-atomic operations of 20 cycles each, where 16 tokens of a head are to take 100.
+Inner functions take addresses, as numba would count references of arrays. That takes two atomic
+operations of 20 cycles each, while 16 tokens of a head should take 100.
 """
 
 from __future__ import annotations
@@ -39,67 +39,67 @@ from kvrelay.cpu_kernels.pair_memory import (
 from kvrelay.cpu_kernels.team import run_on_team, take
 
 MOST_HEADS = 4
-"""That share a head of keys and values and are computed at once."""
+"""The most heads with a shared head of keys and values that are computed at once."""
 _AHEAD = 1
-"""Blocks, from what is computed to what is fetched."""
+"""The blocks from the one that is computed to the one that is fetched."""
 _LOG2_E = np.float32(1.44269504)
 _NOT_SEEN = np.float32(-np.inf)
 _SUMS = 4
-"""Bytes of a float32, which scores and sums are."""
+"""The bytes of a float32, the type of scores and sums."""
 _LANES = LANES * _SUMS
-"""Bytes of a vector of them."""
+"""The bytes of a vector of float32."""
 
 
 class DecodeHeads(NamedTuple):
-    """A layer's pages, and how its heads lie in them and are weighed. Sizes are in bytes."""
+    """A layer's pages, the layout of heads in them, and their weighing. Sizes are in bytes."""
 
     layer: int
-    """The address of its first page."""
+    """The address of the layer's first page."""
     page_stride: int
     token: int
-    """Of a head."""
+    """The bytes of one token's key, or value, in a head."""
     page_size: int
-    """Tokens."""
+    """Tokens a page."""
     kv_heads: int
     values: int
-    """From a key to its value: 0 for a latent, which is both."""
+    """The distance from a key to its value: 0 for a latent, which is both."""
     head_dim: int
     value_dim: int
     group: int
-    """Query heads that share a head of keys and values."""
+    """The query heads that share a head of keys and values."""
     window: int
     scale: Any
     softcap: Any
-    """0 for none."""
+    """The softcap; 0: there is none."""
 
 
 class Row(NamedTuple):
-    """A query row, and what it sees: ``[skipped, tokens)`` of its blocks' tokens."""
+    """A query row, and the tokens that it sees: ``[skipped, tokens)`` of its blocks."""
 
     queries: int
     """The address of ``[num_heads, head_dim]``."""
     page_ids: int
-    """The address of its sequence's."""
+    """The address of its sequence's page ids."""
     first: int
-    """The sequence's block that is the row's first."""
+    """The index of the row's first block in the sequence."""
     blocks: int
     skipped: int
     tokens: int
 
 
 class DecodeScratch(NamedTuple):
-    """Addresses of what a thread works on."""
+    """The addresses of a thread's working memory."""
 
     starts: int
     """``[blocks + _AHEAD]`` addresses: a block's first key, if in place; then the first values."""
     scores: int
-    """``[num_heads, width]`` float32, of which later each row begins with bfloat16 weights."""
+    """``[num_heads, width]`` float32; each row later begins with bfloat16 weights."""
     width: int
-    """Tokens."""
+    """The tokens of a row of scores."""
     shift: int
-    """``[LANES]`` float32: added to multiples of a head's scores."""
+    """``[LANES]`` float32: the shift that is added to a head's scaled scores."""
     totals: int
-    """``[num_heads, LANES]`` float32, of weights."""
+    """``[num_heads, LANES]`` float32: the sums of weights."""
     sums: int
     """``[num_heads, value_dim]`` float32, in the order of `pair_lanes`."""
     copies: int
@@ -127,9 +127,9 @@ def attend_rows_in_pairs(
     seq_lens: Array,
     out: int,
 ) -> None:
-    """As `decode_attention.attend_rows`, of bfloat16 with dimensions by `DIMENSIONS`.
+    """Attend as `decode_attention.attend_rows` does, in pairs of bfloat16.
 
-    The queries are those of `new`, which are not scaled.
+    Queries are those of `new`, and are not scaled. Dimensions are multiples of `DIMENSIONS`.
     """
     _, new_heads, head_dim = shape
     heads = DecodeHeads(
@@ -166,7 +166,7 @@ def attend_remaining_rows_in_pairs(
 ) -> None:
     """Attend for the next row until there is none left.
 
-    Of `queries` and `results` the addresses are given; `query_row` bytes are a token's.
+    `queries` and `results` are addresses; a token has `query_row` bytes of `queries`.
     """
     blocks = min(seq_lens.max(), heads.window) // TOKENS + 2
     starts = np.empty(blocks + _AHEAD, np.int64)
@@ -204,7 +204,7 @@ def attend_row(heads: DecodeHeads, row: Row, room: DecodeScratch, num_heads: int
 
 @inlined
 def find_blocks(heads: DecodeHeads, queries: int, page_ids: int, seq_len: int, starts: int) -> Row:
-    """The blocks of a sequence that its last token sees; `starts` is room for theirs."""
+    """Find the blocks that a sequence's last token sees, and their addresses (`starts`)."""
     oldest = max(0, seq_len - heads.window)
     first, end = oldest // TOKENS, (seq_len + TOKENS - 1) // TOKENS
     for block in range(first, end):
@@ -239,7 +239,7 @@ def find_head(
 def find_ahead(
     heads: DecodeHeads, row: Row, room: DecodeScratch, block: int, head: int, offset: int
 ) -> int:
-    """The address of what is computed after `find_head`'s for the same head, `_AHEAD` later."""
+    """The address of the block `_AHEAD` blocks after `find_head`'s, for the same head."""
     ahead: int = read_int64(room.starts, block + _AHEAD) + head * heads.page_size * heads.token
     return ahead + offset if block + _AHEAD < row.blocks else ahead
 
@@ -262,7 +262,7 @@ def copy_block(
 
 @inlined
 def add_scores(heads: DecodeHeads, row: Row, room: DecodeScratch) -> None:
-    """The scores of the queries with all blocks' keys."""
+    """Compute the scores of the queries with all blocks' keys."""
     for block in range(row.blocks):
         for head in range(heads.kv_heads):
             keys = find_head(heads, row, room, block, head, 0)
@@ -280,7 +280,7 @@ def score_heads(
     room: DecodeScratch,
     ahead: int,
 ) -> None:
-    """`score_block` of as many heads at once as there can be, for a group of them."""
+    """Call `score_block` for a group of heads, for as many at once as there can be."""
     left, depth, width = heads.group, heads.head_dim, room.width
     query = queries + first * heads.token
     to = room.scores + (first * width + block * TOKENS) * _SUMS
@@ -299,7 +299,7 @@ def score_heads(
 
 @inlined
 def weigh(heads: DecodeHeads, row: Row, room: DecodeScratch) -> None:
-    """Make weights of scores, which are bent and hidden where tokens are not seen, and totals."""
+    """Make weights and totals of scores, which are bent, and hidden where tokens are not seen."""
     for head in range(heads.kv_heads * heads.group):
         scores = room.scores + head * room.width * _SUMS
         if heads.softcap > 0:
@@ -315,7 +315,7 @@ def weigh(heads: DecodeHeads, row: Row, room: DecodeScratch) -> None:
 
 @inlined
 def add_values(heads: DecodeHeads, row: Row, room: DecodeScratch) -> None:
-    """The sums of all blocks' values by their weights."""
+    """Add up all blocks' values by their weights."""
     clear(room.sums, heads.kv_heads * heads.group * heads.value_dim * _SUMS)
     for block in range(row.blocks):
         for head in range(heads.kv_heads):
@@ -328,7 +328,7 @@ def add_values(heads: DecodeHeads, row: Row, room: DecodeScratch) -> None:
 def weigh_heads(
     heads: DecodeHeads, values: int, first: int, block: int, room: DecodeScratch, ahead: int
 ) -> None:
-    """`weigh_values` of as many heads at once as there can be, for a group of them."""
+    """Call `weigh_values` for a group of heads, for as many at once as there can be."""
     left, step, depth, width = heads.group, heads.head_dim, heads.value_dim, 2 * room.width
     weights = room.scores + first * room.width * _SUMS + block * TOKENS * 2
     sums = room.sums + first * depth * _SUMS

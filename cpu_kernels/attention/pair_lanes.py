@@ -8,11 +8,11 @@ A head's `TOKENS` keys, or values, of a block lie one after the other::
     sums     [value_dim]                `UNITS` dimensions at a time: a vector of the lower, one
                                         of the upper 4 of each 8, as AVX512 interleaves two values
 
-What is loaded of a key, or a value, is used for all query heads that share it. Weights are
+A part of a key, or of a value, is loaded once for all query heads that share it. Weights are
 rounded to bfloat16, as they are in the tiles of prompts. A sum's order depends on its length.
 
-What is asked for goes to the second cache only: out of memory it is then read up to 1.8 times as
-fast as into the first one.
+Lines are fetched into the second cache only: memory is then read up to 1.8 times as fast as into
+the first one.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from kvrelay.cpu_kernels.pair_memory import (
 )
 
 TOKENS: Final = LANES
-"""Of a block."""
+"""The tokens of a block."""
 _VECTORS: Final = 2
-"""Of keys, and of values, that are computed in a turn."""
+"""The vectors of keys, and of values, that are computed in a turn."""
 DIMENSIONS: Final = _VECTORS * UNITS
-"""Of keys and of values: a multiple."""
+"""The dimensions of keys and of values are multiples of it."""
 _LOG2_E: Final = 1.44269504
 _LEAST: Final = -1e30
-"""Less than any score, and finite: differences to it are numbers."""
+"""A number less than any score, and finite: differences to it are numbers."""
 _AT_ONCE: Final = 4
-"""Keys whose products with several heads stay in registers."""
+"""The keys whose products with several heads stay in registers."""
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 
@@ -71,7 +71,7 @@ def _shuffle(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any
 
 
 def _of_quarters(lanes: Sequence[int]) -> list[int]:
-    """Lanes of a quarter of a vector, 4 or more for those of a second one, for all quarters."""
+    """Repeat the lanes of one quarter for all quarters; lanes from 4 on are a second vector's."""
     return [4 * quarter + lane % 4 + lane // 4 * LANES for quarter in range(4) for lane in lanes]
 
 
@@ -84,15 +84,15 @@ _MERGES: Final = (
     (_of_quarters((0, 1, 4, 5)), _of_quarters((2, 3, 6, 7))),
     (_of_quarters((0, 2, 4, 6)), _of_quarters((1, 3, 5, 7))),
 )
-"""How two vectors' lanes are added up to one's, step by step, until a lane is a vector's sum.
+"""The steps that add up two vectors' lanes to one vector's, until a lane is a vector's sum.
 
-The first two steps are for whole quarters of a vector: those of 4 vectors become its quarters.
-The last two are within quarters, which processors shuffle without constants.
+The first two steps add whole quarters: quarters of 4 vectors become those of one. The last two add
+within quarters, which processors shuffle without constants.
 """
 
 
 def _merge(builder: Any, vectors: Sequence[Any], steps: Sequence[Any]) -> Any:
-    """One vector of 4: each step makes one of two."""
+    """Merge 4 vectors to one: each step makes one vector of two."""
     for lower, upper in steps:
         vectors = [
             builder.fadd(
@@ -106,7 +106,7 @@ def _merge(builder: Any, vectors: Sequence[Any], steps: Sequence[Any]) -> Any:
 
 
 def _across(builder: Any, vector: Any, combine: Any) -> Any:
-    """All lanes of a vector combined, in each of its lanes."""
+    """Combine all lanes of a vector, and put the result into each lane."""
     for distance in (8, 4, 2, 1):
         lanes = [lane ^ distance for lane in range(LANES)]
         vector = combine(vector, _shuffle(builder, vector, vector, lanes))
@@ -129,9 +129,9 @@ def _round(builder: Any, numbers: Any) -> Any:
 def _score(
     builder: Any, keys: Any, starts: Sequence[Any], queries: Any, depth: Any, ahead: Any
 ) -> list[Any]:
-    """For each of `queries`, that begin at ``(data, index)``, 4 lanes a key of 4 `starts`.
+    """The scores of `queries`, which begin at ``(data, index)``: 4 lanes a key of 4 `starts`.
 
-    Of `ahead` what lies where the keys do in `keys` is fetched.
+    The same places of `ahead` as the keys' in `keys` are fetched.
     """
 
     def turn(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
@@ -165,8 +165,8 @@ def score_block(
 ) -> Any:
     """``scores[h, t] = queries[h] . keys[t]`` for `heads` h, a constant, and a block's tokens t.
 
-    ``keys [TOKENS, depth]`` and ``queries [heads, depth]`` bfloat16, ``scores [heads, width]``.
-    As many bytes as the keys' are fetched from `ahead` on, spread over the work.
+    ``keys [TOKENS, depth]`` and ``queries [heads, depth]`` are bfloat16, ``scores [heads, width]``
+    float32. As many bytes as the keys have are fetched from `ahead` on, spread over the work.
     """
     if not isinstance(heads, numba.types.IntegerLiteral):
         return None
@@ -197,7 +197,7 @@ def score_block(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bend_scores(_typing: Any, scores: Any, vectors: Any, scale: Any, softcap: Any) -> Any:
-    """``softcap * tanh(score * scale / softcap)`` of as many `vectors` of scores, in place."""
+    """Bend `vectors` of scores to ``softcap * tanh(score * scale / softcap)``, in place."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         data = pointer(builder, args[0], FLOAT)
@@ -225,7 +225,7 @@ def bend_scores(_typing: Any, scores: Any, vectors: Any, scale: Any, softcap: An
 
 @intrinsic  # type: ignore[untyped-decorator]
 def find_shift(_typing: Any, scores: Any, vectors: Any, slope: Any, shift: Any) -> Any:
-    """``shift [LANES]``, all the same: the least ``-slope * score`` of `vectors` of scores."""
+    """Write ``shift [LANES]``, all the same: the least ``-slope * score`` of the scores."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         data = pointer(builder, args[0], FLOAT)
@@ -266,9 +266,9 @@ def _weigh(
     totals: Any,
     ahead: Any,
 ) -> Sequence[Any]:
-    """`totals` and a block's values by ``weights [TOKENS / 2]`` of each row, flat ``[row][half]``.
+    """Add a block's values by each row's ``weights [TOKENS / 2]`` to `totals` ``[row][half]``.
 
-    `begin` are the indices of the first value's vectors. What lies so in `ahead` is fetched.
+    `begin` are the indices of the first value's vectors. The same places of `ahead` are fetched.
     """
 
     def step(pair: Any, sums: Sequence[Any]) -> Sequence[Any]:
@@ -294,7 +294,7 @@ def weigh_scores(
 ) -> Any:
     """Put ``2 ** (slope * score + shift)``, bfloat16, in place of `vectors` of scores.
 
-    They are together from the first score on. ``total [LANES]`` becomes their sums by lanes.
+    They are packed from the first score on. ``total [LANES]`` becomes their sums by lanes.
     """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -332,9 +332,9 @@ def weigh_values(
 ) -> Any:
     """``sums[h] += weights[h] . values`` for `heads` h, a constant, and a block's tokens.
 
-    ``weights [heads, width]`` bfloat16, of which `width` is even, ``sums [heads, depth]``
-    float32. Values begin every `stride` numbers, bfloat16. What lies as they do from `ahead` on
-    is fetched.
+    ``weights [heads, width]`` are bfloat16 with an even `width`, ``sums [heads, depth]`` float32.
+    Values are bfloat16 and begin every `stride` numbers. The same places from `ahead` on are
+    fetched.
     """
     if not isinstance(heads, numba.types.IntegerLiteral):
         return None
@@ -370,7 +370,7 @@ def weigh_values(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def write_head(_typing: Any, sums: Any, totals: Any, depth: Any, out: Any) -> Any:
-    """``sums [depth]`` divided by the sum of ``totals [LANES]``, rounded to ``out [depth]``."""
+    """Write ``sums [depth]`` divided by the sum of ``totals [LANES]`` to ``out [depth]``."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         sums, totals = (pointer(builder, args[index], FLOAT) for index in (0, 1))

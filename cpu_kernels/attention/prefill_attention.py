@@ -1,8 +1,8 @@
 """Prefill attention on a CPU: many query rows of a sequence over its pages, tile by tile.
 
-A chunk of a sequence has the rows ``token * group + g``: those of its query heads that
-share a head of keys and values. `LANES` of them are a vector, a tile is up to `VECTORS` vectors,
-a strip several tiles, whose vectors are as many as can be, or one less::
+A chunk of a sequence has the rows ``token * group + g``, for its query heads that share a head of
+keys and values. `LANES` rows are a vector, up to `VECTORS` vectors a tile, several tiles a strip. A
+strip's tiles have equally many vectors, or one less::
 
     queries  [tiles, depth, ROWS]     a lane a row
     keys     [block, depth]           in pages where they are units there, else copied
@@ -14,15 +14,14 @@ a strip several tiles, whose vectors are as many as can be, or one less::
 `k` numbers make a unit (`lanes`): two bfloat16 where the processor multiplies such pairs,
 else one float32. Only weights are rounded to them, as in torch's fused attention.
 
-Blocks begin at the same tokens of a sequence in every tile, and what a row does not see
-adds exactly nothing if it is finite: its result depends neither on the chunk nor on what
-is beside it. A value that is not finite also reaches earlier rows of its strip, as 0 times it is
-NaN: those of its tile, and of tiles that end less than 8 tokens before it, or less than 32 where
-the processor multiplies so many at a time. A key that is not finite reaches none.
+Blocks begin at the same tokens of a sequence in every tile, and an unseen token adds exactly
+nothing if it is finite. So a row's result depends neither on the chunk nor on its neighbours. A
+value that is not finite also reaches earlier rows of its strip, as 0 times it is NaN. These are
+rows of its tile, and of tiles that end less than 8 tokens before it (32 where the processor
+multiplies 32 together). A key that is not finite reaches none.
 
-Where the processor multiplies tiles by itself (`prefill_tiles`), it does so with the same arrays,
-except that values lie transposed, a row a dimension (`columns`). Softmax then takes most of the
-time.
+Where the processor multiplies tiles by itself (`prefill_tiles`), the arrays are the same, but
+values are transposed to a row a dimension (`columns`). Softmax then takes most of the time.
 
 While a block is computed the next one is fetched, line by line: hardware cannot foresee where
 pages lie.
@@ -84,18 +83,18 @@ from kvrelay.cpu_kernels.team import run_on_team, take
 
 _LOG2_E = np.float32(1.44269504)
 _LEAST = np.float32(-1e30)
-"""Less than any score, and finite: differences to it are numbers."""
+"""A number less than any score, and finite: differences to it are numbers."""
 
 
 class Strip(NamedTuple):
-    """Rows of a head that see tokens of ``[oldest, end)``."""
+    """The rows of a head that see the tokens ``[oldest, end)``."""
 
     vectors: int
     tiles: int
     oldest: int
     end: int
     page_ids: int
-    """The address of its sequence's."""
+    """The address of its sequence's page ids."""
     start: int
     """The address of its head's first key in the layer's first page."""
 
@@ -124,9 +123,9 @@ def attend_strips(
 ) -> None:
     """Attend for `strips` of ``new [T, heads, D]`` into ``out [T, num_heads * value_dim]``.
 
-    ``strips [n, 5]``: sequence, row of `new` where its chunk begins, position of that, the
-    strip's first row of the chunk, how many. `unit` is empty: its dtype is that of units.
-    `new` and `out` as those of `decode_attention.attend_rows`.
+    ``strips [n, 5]`` has the sequence, the row of `new` where its chunk begins, and that row's
+    position. The strip's first row in the chunk and its number of rows follow. `unit` is empty: its
+    dtype is that of units. `new` and `out` are as in `decode_attention.attend_rows`.
     """
     tokens, _, head_dim = shape
     new_units = view_units(array_at(new, shape, pages.dtype), unit)
@@ -204,19 +203,19 @@ def attend_remaining(
 
 @inlined
 def count_vectors(rows: int) -> int:
-    """That so many rows need."""
+    """The vectors that `rows` rows need."""
     return (rows + LANES - 1) // LANES
 
 
 @inlined
 def count_tiles(vectors: int) -> int:
-    """That so many vectors need."""
+    """The tiles that `vectors` vectors need."""
     return (vectors + VECTORS - 1) // VECTORS
 
 
 @inlined
 def find_tile(strip: Strip, tile: int) -> int:
-    """The first of a tile's vectors; that of the tile behind the last: how many there are."""
+    """The first of a tile's vectors; for the tile behind the last, the number of vectors."""
     return (strip.vectors * tile + strip.tiles - 1) // strip.tiles
 
 
@@ -231,9 +230,9 @@ def load_queries(
     strip: Strip,
     scratch: PrefillScratch,
 ) -> None:
-    """The strip's `count` rows from `first` on, of the chunk that `new` begins with.
+    """Load the strip's `count` rows from `first` on, of the chunk that `new` begins with.
 
-    Rows that its last vector lacks are copies of the last.
+    The last vector is filled up with copies of the last row.
     """
     group = heads.group
     for tile in range(strip.tiles):
@@ -254,7 +253,7 @@ def attend_strip(
     scratch: PrefillScratch,
     room: Room,
 ) -> None:
-    """Attend for the rows whose queries are loaded: `sums` and `totals` of them."""
+    """Attend for the rows whose queries are loaded: compute their `sums` and `totals`."""
     scratch.largest[:] = _LEAST
     scratch.totals[:] = 0
     scratch.sums[: strip.tiles] = 0
@@ -272,9 +271,9 @@ def attend_strip(
 
 @inlined
 def place_keys(heads: PrefillHeads, strip: Strip, begin: int, room: Room, starts: Array) -> None:
-    """Where the keys of a block and of the next one begin, by groups of `OTHERS`.
+    """Find where the keys of a block and of the next one begin, by groups of `OTHERS`.
 
-    A block's are in its pages, or their copies; the next one's are only fetched.
+    A block's keys are read in its pages, or from their copies; the next one's are only fetched.
     """
     for group in range(GROUPS):
         copy = room.keys + group * OTHERS * room.depth * WORD
@@ -285,7 +284,7 @@ def place_keys(heads: PrefillHeads, strip: Strip, begin: int, room: Room, starts
 
 @inlined
 def find_key(heads: PrefillHeads, strip: Strip, token: int) -> int:
-    """The address of a strip's key; any key's if no row sees such a one."""
+    """The address of a strip's key; that of any seen key if no row sees this one."""
     seen = min(max(token, strip.oldest), strip.end - 1)
     page = read_int32(strip.page_ids, seen // heads.page_size)
     place: int = strip.start + page * heads.page_stride * heads.item
@@ -294,7 +293,7 @@ def find_key(heads: PrefillHeads, strip: Strip, token: int) -> int:
 
 @inlined
 def attend_block(heads: PrefillHeads, strip: Strip, tile: int, begin: int, room: Room) -> None:
-    """Add to a tile's sums what its rows see of the block that is copied."""
+    """Add to a tile's sums what its rows see of the current block."""
     vectors = find_tile(strip, tile + 1) - find_tile(strip, tile)
     positions = room.positions + tile * ROW_BYTES
     first, last = read_int32(positions, 0), read_int32(positions, LANES * vectors - 1)
@@ -330,7 +329,7 @@ def attend_block(heads: PrefillHeads, strip: Strip, tile: int, begin: int, room:
 def add_scores_in_tiles(
     heads: PrefillHeads, strip: Strip, tile: int, vectors: int, count: int, room: Room
 ) -> None:
-    """As `add_scores`, for keys whose number is a multiple of `TILE_NUMBERS`."""
+    """Compute scores as `add_scores` does, for multiples of `TILE_NUMBERS` keys."""
     queries = room.queries + tile * room.depth * ROW_BYTES
     steps, groups = room.depth // TILE_ROWS, TILE_ROWS // OTHERS
     for key in range(0, count, TILE_NUMBERS):
@@ -349,7 +348,7 @@ def add_scores_in_tiles(
 
 @inlined
 def add_values_in_tiles(tile: int, vectors: int, count: int, room: Room) -> None:
-    """As `add_values`, for tokens whose number is a multiple of `TILE_NUMBERS`."""
+    """Add values like `add_values`, for a number of tokens that is a multiple of `TILE_NUMBERS`."""
     steps, value_bytes = count // TILE_NUMBERS, BLOCK // room.numbers * WORD
     for dimension in range(0, room.width, TILE_NUMBERS):
         values = room.columns + dimension * value_bytes
@@ -370,7 +369,7 @@ def add_values_in_tiles(tile: int, vectors: int, count: int, room: Room) -> None
 def add_scores(
     heads: PrefillHeads, strip: Strip, tile: int, vectors: int, count: int, room: Room
 ) -> None:
-    """The scores of `count` keys of the block, while each tile fetches a part of the next one."""
+    """Compute the scores of `count` keys of the block; each tile fetches a part of the next one."""
     depth = room.depth
     queries = room.queries + tile * depth * ROW_BYTES
     for key in range(0, count, OTHERS):
@@ -392,7 +391,7 @@ def add_scores(
 def hide(
     vectors: int, begin: int, skipped: int, count: int, positions: int, window: int, room: Room
 ) -> None:
-    """Hide from rows what they do not see of the tokens ``begin + [skipped, count)``."""
+    """Hide the tokens ``begin + [skipped, count)`` from rows that do not see them."""
     if skipped >= count:
         return
     scores, token = room.scores + skipped * ROW_BYTES, begin + skipped
@@ -408,7 +407,7 @@ def hide(
 def weigh(
     heads: PrefillHeads, tile: int, vectors: int, count: int, factor: Any, room: Room
 ) -> None:
-    """Make weights of `count` tokens' scores."""
+    """Make weights of the scores of `count` tokens."""
     scores, weights, decay = room.scores, room.weights, room.decay
     most, totals = room.largest + tile * ROW_BYTES, room.totals + tile * ROW_BYTES
     if vectors == 3:

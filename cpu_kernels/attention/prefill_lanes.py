@@ -1,12 +1,11 @@
-"""What tiles of prefill attention are computed with, as LLVM instructions.
+"""The computation of a tile of prefill attention, as LLVM instructions.
 
-A tile has a query row a lane, in up to `VECTORS` vectors; its arrays have room for `ROWS`. What
-is multiplied comes in units (`lanes.add_product`): two bfloat16, or one float32.
+A tile has a query row a lane, in up to `VECTORS` vectors; its arrays have room for `ROWS`. Factors
+come in units (`lanes.add_product`): two bfloat16, or one float32.
 
-The idea is FlashAttention's (Dao, arXiv 2307.08691) with queries in the lanes: a row's
-largest score and the sum of its weights are then lanes of a vector, too, and no vector
-is ever summed across. What a lane computes does not depend on the other lanes, nor on how many
-vectors a tile has.
+The idea is FlashAttention's (Dao, arXiv 2307.08691) with queries in the lanes. A row's largest
+score and the sum of its weights are then lanes of a vector, too, and no vector is ever summed
+across. A lane's result depends neither on the other lanes nor on a tile's number of vectors.
 
 Arguments are addresses: numba counts references of arrays, which costs as much as eight keys.
 """
@@ -41,17 +40,17 @@ from kvrelay.cpu_kernels.lanes import (
 from kvrelay.cpu_kernels.pair_memory import fetch, pointer
 
 VECTORS: Final = 3
-"""Of a tile at most."""
+"""The most vectors of a tile."""
 ROWS: Final = LANES * VECTORS
-"""That a tile has room for: its arrays have rows of so many units, or float32."""
+"""The most rows of a tile: rows of its arrays have this many units, or float32."""
 OTHERS: Final = 8
-"""Keys, or dimensions of values, that a tile is multiplied with at once."""
+"""The keys, or dimensions of values, that a tile is multiplied with at once."""
 _SUMS: Final = 24 if has_wide_registers() else 6
-"""Vectors of sums that registers hold, beside what is multiplied.
+"""The vectors of sums that registers hold, beside the factors.
 
-Others whose sums are more are multiplied in turns: the bits are the same."""
+`OTHERS` with more sums are multiplied in turns: the bits are the same."""
 STEP: Final = 2
-"""Depths are multiples of it: a turn of the loop has so many steps."""
+"""Depths are multiples of it: a turn of the loop has this many steps."""
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()
@@ -93,7 +92,7 @@ def _add_products(
     other_at: Any,
     begin_turn: Callable[[Any], None] = lambda _: None,
 ) -> Sequence[Any]:
-    """``totals[other][vector] += rows[i][vector] * others[i][other]``, flat, for all i of `depth`.
+    """Add ``rows[i][vector] * others[i][other]`` to flat ``totals[other][vector]``, i of `depth`.
 
     `rows_at(i, vector)` and `other_at(i, other)` load them; a turn of the loop has `STEP` i, and
     begins with `begin_turn`, once for all others.
@@ -140,9 +139,9 @@ def score_tile(
 ) -> Any:
     """``scores[key] = queries . keys[key]`` for `OTHERS` keys and `vectors`, a constant, of rows.
 
-    Addresses of ``queries [depth, ROWS]`` and ``keys [OTHERS, depth]``, whose numbers are of the
-    type of `unit`, and of ``scores [OTHERS, ROWS]``. In each turn of `STEP` units what lies `line`
-    bytes further than before is fetched from `ahead` and from ``ahead + far`` on.
+    Arrays are given by address: ``queries [depth, ROWS]`` and ``keys [OTHERS, depth]`` of the type
+    of `unit`, and ``scores [OTHERS, ROWS]``. Each turn of `STEP` units fetches a line from `ahead`
+    and one from ``ahead + far`` on, `line` bytes further than the turn before.
     """
     if not isinstance(vectors, numba.types.IntegerLiteral):
         return None
@@ -191,9 +190,9 @@ def value_tile(
 ) -> Any:
     """``sums[d] = sums[d] * decay + weights . values[:, d]`` for `OTHERS` dimensions.
 
-    Of as many `vectors` of rows, a constant. Addresses of ``weights [depth, ROWS]`` and
-    ``values [depth, width]``, whose numbers are of the type of `unit`, from the first dimension on,
-    of ``decay [ROWS]`` and of ``sums [OTHERS, ROWS]``.
+    `vectors`, a constant, is the number of vectors of rows. Arrays are given by address: ``weights
+    [depth, ROWS]`` and ``values [depth, width]`` of the type of `unit`, from the first dimension
+    on. ``decay [ROWS]`` and ``sums [OTHERS, ROWS]`` are float32.
     """
     if not isinstance(vectors, numba.types.IntegerLiteral):
         return None
@@ -236,8 +235,9 @@ def hide_scores(
 ) -> Any:
     """Make scores minus infinity where a row does not see a token: later, or before its window.
 
-    Addresses of ``scores [count, ROWS]`` of the tokens from `token` on, and of ``positions [ROWS]``
-    int32 of rows; of as many `vectors` of them, a constant. At least one token.
+    Arrays are given by address: ``scores [count, ROWS]`` of the tokens from `token` on, and the
+    rows' ``positions [ROWS]`` int32. `vectors`, a constant, is the number of vectors of rows. There
+    is at least one token.
     """
     if not isinstance(vectors, numba.types.IntegerLiteral):
         return None
@@ -292,11 +292,11 @@ def weigh_block(
 ) -> Any:
     """A block's part of a softmax: Milakov and Gimelshein's, "online" (arXiv 1805.02867).
 
-    ``largest [ROWS]`` becomes that of the ``scores [count, ROWS]``, too; ``decay [ROWS]`` is
-    what former weights have to be multiplied by for that, as ``total [ROWS]`` already is when
-    it gets the new weights' sum. A weight is ``2 ** (factor * (score - largest))``. `count` is
-    even. ``weights`` are rows of what has the type of `unit`, and may be the scores themselves.
-    All are addresses; of as many `vectors` of rows, a constant.
+    ``largest [ROWS]`` is updated by the ``scores [count, ROWS]``. ``decay [ROWS]`` becomes the
+    factor of former weights for that. ``total [ROWS]`` is multiplied by it before the new weights'
+    sum is added. A weight is ``2 ** (factor * (score - largest))``. `count` is even. `weights` are
+    rows of the type of `unit`, and may be the scores themselves. All arrays are addresses;
+    `vectors`, a constant, is the number of vectors of rows.
     """
     if not isinstance(vectors, numba.types.IntegerLiteral):
         return None

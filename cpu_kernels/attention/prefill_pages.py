@@ -1,7 +1,7 @@
-"""What prefill attention reads of pages: keys and values, in the units that it multiplies.
+"""The reading of keys and values from pages for prefill attention, in the units that it multiplies.
 
-A unit (`lanes.add_product`) is two bfloat16, or one float32. A row of keys is a token's; a row of
-values has `k` tokens, as many as numbers make a unit. Keys are read from pages where they are units
+A unit (`lanes.add_product`) is two bfloat16, or one float32. A row of keys is one token's; a row of
+values has `k` tokens, as many as a unit has numbers. Keys are read from pages where they are units
 there. Other keys, and all values, are copied, a block at a time.
 """
 
@@ -19,48 +19,48 @@ from kvrelay.cpu_kernels.lanes import LANES
 from kvrelay.cpu_kernels.pair_memory import address_of, pair_values
 
 BLOCK = 128
-"""Tokens whose scores are computed before they are weighed: they stay in the first cache."""
+"""The tokens whose scores are computed before they are weighed: they stay in the first cache."""
 WORD = 4
-"""Bytes of a unit, of a float32 and of an int32."""
+"""The bytes of a unit, of a float32 and of an int32."""
 
 
 class PrefillHeads(NamedTuple):
-    """A layer's pages, and how its heads lie in them and are weighed."""
+    """A layer's pages, the layout of heads in them, and how they are weighed."""
 
     pages: Array
     units: Array
-    """The pages as `view_units`."""
+    """The pages as `view_units` returns them."""
     unit: Any
-    """A number of the type of those."""
+    """A number of the type of `units`."""
     length: int
-    """Of a head in units."""
+    """The units of a head."""
     shift: int
-    """Binary logarithm of the numbers in a unit."""
+    """The binary logarithm of the numbers in a unit."""
     layer_start: int
     page_stride: int
     page_size: int
     value_offset: int
-    """Elements from a key to its value: 0 for a latent, which is both."""
+    """The elements from a key to its value: 0 for a latent, which is both."""
     item: int
-    """Bytes of an element."""
+    """The bytes of an element."""
     token: int
-    """Bytes of a key."""
+    """The bytes of a key."""
     in_tiles: bool
-    """The processor's tiles multiply, not its vectors: heads are whole tiles."""
+    """Whether the processor's tiles multiply, not its vectors: heads are then whole tiles."""
     in_place: bool
-    """Keys are read from pages, not copied: they are units there, 8 in a row or, for tiles, 16."""
+    """Whether keys are read from pages, not copied: 8 units there, or 16 (tiles), in a row."""
     head_dim: int
     value_dim: int
     group: int
-    """Query heads that share a head of keys and values."""
+    """The query heads that share a head of keys and values."""
     window: int
     scale: Any
     softcap: Any
-    """0 for none."""
+    """The softcap; 0: there is none."""
 
 
 def view_units(numbers: Any, unit: Any) -> Any:
-    """An array of elements as one of what `to_unit` takes, inside kernels: not copied."""
+    """View an array of elements as an array for `to_unit`, without a copy; inside kernels."""
     raise NotImplementedError("only inside a kernel")
 
 
@@ -76,7 +76,7 @@ def _view_units(numbers: Any, unit: Any) -> Any:
 
 
 def to_unit(number: Any) -> Any:
-    """A unit of an element, or of a pair of bfloat16, inside kernels."""
+    """The unit made of an element, or of a pair of bfloat16; inside kernels."""
     raise NotImplementedError("only inside a kernel")
 
 
@@ -94,7 +94,7 @@ def _to_unit(number: Any) -> Any:
 def pack_value(numbers: Any, token: Any, values: Any) -> None:
     """Copy a token's ``numbers [n]`` into its row of ``values [block / k, width]``.
 
-    Inside kernels. A row of pairs has two tokens, of which the even comes first.
+    Called inside kernels. A row of pairs has two tokens, the even one first.
     """
     raise NotImplementedError("only inside a kernel")
 
@@ -119,9 +119,9 @@ def _pack_value(numbers: Any, token: Any, values: Any) -> Any:
 
 
 def pack_together(heads: Any, at: Any, count: Any, token: Any, values: Any) -> Any:
-    """Copy up to `count` values that follow one another in a page at once: how many.
+    """Copy up to `count` neighbouring values of a page at once; return how many.
 
-    Inside kernels. 0 if that is not possible here, and for what is not a pair.
+    Called inside kernels. Returns 0 if that is not possible here, and for units that are no pairs.
     """
     raise NotImplementedError("only inside a kernel")
 
@@ -145,7 +145,7 @@ def _pack_together(heads: Any, at: Any, count: Any, token: Any, values: Any) -> 
 
 @inlined
 def pack(numbers: Array, units: Array) -> None:
-    """Copy a head's ``numbers [n]``, of `view_units`, into ``units [n]``."""
+    """Copy a head's ``numbers [n]``, viewed by `view_units`, into ``units [n]``."""
     for i in range(len(numbers)):
         units[i] = to_unit(numbers[i])
 
@@ -178,7 +178,7 @@ def copy_values(
 ) -> None:
     """Copy a head's values ``begin + [skipped, seen)`` of a sequence into ``[skipped, seen)``.
 
-    Other rows are zero then, so that a weight of 0 makes nothing of them.
+    Other rows become zero, so that they add nothing with a weight of 0.
     """
     if seen - skipped < BLOCK:
         values[:] = 0
@@ -195,7 +195,7 @@ def copy_values(
 
 @inlined
 def find_element(heads: PrefillHeads, head: int, page_ids: Array, token: int) -> int:
-    """Where a key of a sequence begins in its layer's pages."""
+    """The index of a sequence's key in its layer's pages."""
     page, slot = token // heads.page_size, token % heads.page_size
     start: int = heads.layer_start + page_ids[page] * heads.page_stride
     return start + (head * heads.page_size + slot) * heads.head_dim

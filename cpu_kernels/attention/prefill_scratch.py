@@ -1,4 +1,4 @@
-"""What a thread of prefill attention works on: its arrays, and their addresses."""
+"""The working memory of a thread of prefill attention: its arrays, and their addresses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvrelay.cpu_kernels.jit import inlined
 from kvrelay.cpu_kernels.pair_memory import address_of, make_lines
 
 GROUPS = BLOCK // OTHERS
-"""Of `OTHERS` tokens, that a block has."""
+"""The groups of `OTHERS` tokens that a block has."""
 ROW_BYTES = ROWS * WORD
-"""Of a number for each row of a tile."""
+"""The bytes of one number for each row of a tile."""
 
 
 class PrefillScratch(NamedTuple):
-    """Its arrays, whose shapes are at the top of `prefill_attention` or here."""
+    """The arrays of a thread; their shapes are at the top of `prefill_attention`, or here."""
 
     queries: Array
     keys: Array
@@ -32,7 +32,7 @@ class PrefillScratch(NamedTuple):
     weights: Array
     sums: Array
     positions: Array
-    """``[tiles, ROWS]`` int32, of rows in their sequence."""
+    """``[tiles, ROWS]`` int32: the rows' positions in their sequence."""
     largest: Array
     """``[tiles, ROWS]``"""
     totals: Array
@@ -46,7 +46,7 @@ class PrefillScratch(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Addresses of a `PrefillScratch`, and its sizes."""
+    """The addresses of a `PrefillScratch`, and its sizes."""
 
     queries: int
     keys: int
@@ -61,18 +61,18 @@ class Room(NamedTuple):
     decay: int
     starts: int
     depth: int
-    """Units of a query and of a key."""
+    """The units of a query and of a key."""
     width: int
-    """Units of a row of values, which are dimensions."""
+    """The units of a row of values, one a dimension."""
     numbers: int
-    """In a unit."""
+    """The numbers in a unit."""
     line: int
-    """Bytes of the next block that are fetched in a turn of a tile's loop."""
+    """The bytes of the next block that are fetched in a turn of a tile's loop."""
 
 
 @inlined
 def make_scratch(tiles: int, heads: PrefillHeads, unit: Array, out: Array) -> PrefillScratch:
-    """Scratch for strips of so many tiles; zeros where heads are shorter than their rows."""
+    """Make scratch for strips of `tiles` tiles; zeros where heads are shorter than rows."""
     scores = make_lines(BLOCK, ROWS, np.float32)
     weights = make_weights(scores, unit)
     numbers = len(scores) // len(weights)
@@ -102,7 +102,7 @@ def make_scratch(tiles: int, heads: PrefillHeads, unit: Array, out: Array) -> Pr
 
 @inlined
 def find_room(scratch: PrefillScratch, token: int) -> Room:
-    """The addresses of `scratch`, valid until `keep`, for keys of so many bytes."""
+    """The addresses of `scratch`, valid until `keep`, for keys of `token` bytes."""
     depth = scratch.keys.shape[1]
     return Room(
         address_of(scratch.queries),
@@ -126,22 +126,23 @@ def find_room(scratch: PrefillScratch, token: int) -> Room:
 
 @inlined
 def keep(scratch: PrefillScratch) -> None:
-    """Use the whole tuple: numba frees an array after the last use of what holds it, not of its
-    address.
+    """Keep the arrays alive up to here, by a use of the whole tuple.
+
+    numba frees an array after the last use of its holder; addresses do not count.
     """
     scratch.scores[0, 0] = scratch.weights[0, 0] = scratch.decay[0] = 0
 
 
 @inlined
 def round_up(number: int, multiple: int) -> int:
-    """To the next multiple."""
+    """Round up to the next multiple."""
     return (number + multiple - 1) // multiple * multiple
 
 
 def make_weights(scores: Any, unit: Any) -> Any:
     """Room for the weights of ``scores [block, ROWS]``, inside kernels.
 
-    It is the scores' own if units are float32.
+    It is the scores' own memory if units are float32.
     """
     raise NotImplementedError("only inside a kernel")
 

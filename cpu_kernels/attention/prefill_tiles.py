@@ -1,6 +1,6 @@
-"""What prefill attention is computed with by the processor's tiles, as LLVM instructions.
+"""The computation of prefill attention by the processor's tiles, as LLVM instructions.
 
-The arrays are those of `prefill_lanes`; values have a row a dimension, by `transpose_units`.
+The arrays are those of `prefill_lanes`, but `transpose_units` gives values a row a dimension.
 Arguments are addresses and numbers.
 """
 
@@ -31,7 +31,7 @@ from kvrelay.cpu_kernels.products.tiles import (
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_lines(_typing: Any, begin: Any, lines: Any) -> Any:
-    """Ask for so many `lines` of the cache from an address on, for the second cache."""
+    """Fetch `lines` lines from an address on into the second cache."""
 
     def generate(builder: Any, begin: Any, lines: Any) -> None:
         ask_for_lines(builder, begin, INT64(TILE_BYTES), lines, second_cache=True)
@@ -50,8 +50,8 @@ def _add_tiles(
 ) -> None:
     """``tile[half * vectors + vector] += rows[half] . columns[vector]``; tiles 6 and 7 are used up.
 
-    Addresses of two times ``rows [16, steps * 32]`` and of ``columns [steps * 16, ROWS, 2]``, and
-    the bytes from one of their rows to the next.
+    Arrays are given by address: two of ``rows [16, steps * 32]``, and ``columns [steps * 16, ROWS,
+    2]``. `row_bytes` and `column_bytes` are the distances of their rows.
     """
 
     def turn(index: Any, _: Sequence[Any]) -> Sequence[Any]:
@@ -68,7 +68,7 @@ def _add_tiles(
 
 
 def _places(builder: Any, begin: Any, stride: Any, vectors: int) -> list[tuple[int, Any]]:
-    """Where each of those tiles lies from `begin` on."""
+    """The addresses of these tiles, from `begin` on."""
     rows = [begin, builder.add(begin, times(builder, stride, TILE_ROWS))]
     return [
         (half * vectors + vector, on(builder, row, vector * TILE_BYTES))
@@ -78,7 +78,7 @@ def _places(builder: Any, begin: Any, stride: Any, vectors: int) -> list[tuple[i
 
 
 def _for_each_width(builder: Any, vectors: Any, generate: Callable[[int], None]) -> None:
-    """Generates code for one to three `vectors`."""
+    """Emit code for each number of `vectors`, one to three."""
     switch(builder, vectors, [(count, partial(generate, count)) for count in (1, 2, 3)])
 
 
@@ -96,8 +96,8 @@ def scores_in_tiles(
 ) -> Any:
     """``scores[key] = queries . keys[key]`` for two times 16 keys and up to three vectors of rows.
 
-    Addresses of the two groups of keys, each of which has them `key_bytes` apart; of
-    ``queries [steps * 16, ROWS, 2]`` and ``scores [32, ROWS]``, whose rows are `row_bytes` apart.
+    Arrays are given by address: two groups of keys, `key_bytes` apart, ``queries [steps * 16, ROWS,
+    2]`` and ``scores [32, ROWS]``. Rows of the last two are `row_bytes` apart.
     """
 
     def generate(builder: Any, *args: Any) -> None:
@@ -130,9 +130,9 @@ def values_in_tiles(
 ) -> Any:
     """``sums[d] = sums[d] * decay + weights . values[d]`` for 32 dimensions.
 
-    Addresses of ``values [32, steps * 32]``, rows `value_bytes` apart, of
-    ``weights [steps * 16, ROWS, 2]``, ``decay [ROWS]`` and ``sums [32, ROWS]``, rows `row_bytes`
-    apart; of up to three vectors of rows.
+    There are up to three vectors of rows. Arrays are given by address: ``values [32, steps * 32]``,
+    ``weights [steps * 16, ROWS, 2]``, ``decay [ROWS]`` and ``sums [32, ROWS]``. Rows of values are
+    `value_bytes` apart, those of weights and sums `row_bytes`.
     """
 
     def generate(builder: Any, *args: Any) -> None:
@@ -170,7 +170,7 @@ def values_in_tiles(
 def transpose_units(_typing: Any, source: Any, rows: Any, columns: Any, target: Any) -> Any:
     """``target [columns, rows] = source [rows, columns]`` of 4 bytes each, by their addresses.
 
-    Both are multiples of 16.
+    `rows` and `columns` are multiples of 16.
     """
 
     def generate(builder: Any, *args: Any) -> None:
@@ -202,9 +202,9 @@ def transpose_units(_typing: Any, source: Any, rows: Any, columns: Any, target: 
 
 
 def _transposed(builder: Any, block: Sequence[Any]) -> list[Any]:
-    """16 vectors whose lanes are the others' numbers.
+    """Transpose a block of 16 vectors of 16 lanes.
 
-    In each of four rounds vectors `distance` apart exchange runs of so many lanes.
+    In each of four rounds, vectors `distance` apart exchange runs of `distance` lanes.
     """
     vectors, int32 = list(block), ir.IntType(32)
     for distance in (1, 2, 4, 8):

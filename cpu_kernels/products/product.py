@@ -1,25 +1,25 @@
 """Products with bfloat16 weights on a CPU that multiplies pairs of bfloat16 (AVX512-BF16), whole
 tiles of it (AMX), or float32 (AVX2): a `Unit`.
 
-``out [T, N] = x [T, K] W^T``, with ``W [N, K]`` in panels of `PANEL` outputs, one after the
-other, in which the pairs of inputs come in order::
+The product is ``out [T, N] = x [T, K] W^T``. ``W [N, K]`` lies in panels of `PANEL` outputs, one
+after the other, and the pairs of inputs come in order::
 
     weights [panels, K / 2, PANEL, 2]
 
-A tile is a panel and up to `TILE` rows, whose sums stay in registers. Few rows are one tile:
-the weights stream from memory once, and are asked for `_AHEAD` bytes before they are needed.
-For more rows each tile asks for a part of the panel that probably comes next, so that memory and
-arithmetic work at the same time; the last tiles for what lies behind the weights, the next
-product's if they were put there. Many rows are computed by blocks that stay in the second cache, a
-panel of a block at a time by whichever thread is free.
+A tile is a panel and up to `TILE` rows, whose sums stay in registers. Few rows are one tile: the
+weights stream from memory once, fetched `_AHEAD` bytes before they are needed. With more rows, each
+tile fetches a part of the panel that probably comes next, so that memory and arithmetic work at the
+same time. The last tiles fetch the memory behind the weights, which may be the next product's. Many
+rows are computed by blocks that stay in the second cache. A free thread takes a panel of a block at
+a time.
 
-What the processor itself calls tiles (`tiles`) multiplies up to `_TILED_ROWS` rows with a panel,
-and many rows ten times as fast as vectors do: the panels' layout is theirs, too. Float32
-(`product_floats`) has half as many registers of half the size: tiles have up to `FLOAT_ROWS` rows.
+The processor's own tiles (`tiles`) multiply up to `_TILED_ROWS` rows with a panel, in the same
+layout. Many rows are ten times as fast as with vectors. Float32 (`product_floats`) has half as many
+registers of half the size: tiles have up to `FLOAT_ROWS` rows.
 
-Each sum adds its pairs one after the other, from the first to the last, or by tiles 32 inputs
-after the other, or by float32 each input by itself, which gives other bits: a row's result depends
-neither on the rows beside it nor on the number of threads.
+Each sum adds its pairs one after the other, from the first to the last. Tiles add 32 inputs after
+the other, float32 each input by itself, which gives other bits. So a row's result depends neither
+on the rows beside it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -68,48 +68,51 @@ from kvrelay.cpu_kernels.team import run_on_team, take
 _VECTORS: Final = 2
 PANEL: Final = _VECTORS * LANES
 TILE: Final = 12
-"""Rows: times 2 vectors these are 24 sums, so many that 32 registers hold the rest."""
+"""The rows of a tile: times 2 vectors these are 24 sums, and 32 registers hold the rest, too."""
 _STEP: Final = 2
-"""Pairs of inputs in a turn of a tile's loop."""
+"""The pairs of inputs in a turn of a tile's loop."""
 PAIRS: Final = 2 * _STEP
 """Inputs are a multiple of it."""
 _LINES: Final = _STEP * _VECTORS
-"""Of the cache, which are a turn's weights."""
+"""The cache lines that hold a turn's weights."""
 _AHEAD: Final = 8192
-"""Bytes. In a stream of weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
+"""The bytes fetched ahead. Weights for 8 rows: 28.7 GB/s without, 34 so, 29 with 1,024."""
 _FIRST_CACHE_ROWS: Final = 4
-"""Tiles of more rows ask for lines in the second cache, as the first one has no room for a panel
-besides the one in use: 16 rows take 0.8 of the time, 4 would take 1.2 times theirs."""
+"""The most rows of tiles that fetch lines into the first cache; others use the second.
+
+The first cache has no room for a panel besides the one in use. With the second, 16 rows take 0.8 of
+the time, but 4 rows would take 1.2 times theirs.
+"""
 _BLOCK: Final = 20 * TILE
-"""Rows at most: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
+"""The most rows of a block: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
 _TILED_ROWS: Final = 2 * TILE_ROWS
-"""Two of the processor's tiles: with a panel's two of outputs these are four tiles of sums."""
+"""The rows of two of the processor's tiles: with a panel's two of outputs, four tiles of sums."""
 _TILED_BYTES: Final = _TILED_ROWS * PANEL * 4
-"""Of such a tile's sums."""
+"""The bytes of the sums of such a tile."""
 _TILED_BLOCK: Final = 10 * _TILED_ROWS
-"""A block's rows at most: their outputs stay in a second cache of 2 MiB until they are read."""
+"""The most rows of a block: their outputs stay in a second cache of 2 MiB until they are read."""
 _TILED_BLOCK_BYTES: Final = 1 << 20
-"""And those of its inputs, unless 32 rows have more."""
+"""The most bytes of a block's inputs, unless 32 rows have more."""
 _WIDENED_BYTES: Final = 1 << 18
-"""Of a block's inputs as float32: half of a second cache of 512 KiB."""
+"""The most bytes of a block's inputs as float32: half of a second cache of 512 KiB."""
 _FEWEST_TILES: Final = 4
-"""Of such a block, which may have more bytes: with 8,192 inputs 57 GFLOP/s where 1 has 33."""
+"""The fewest tiles of a block of floats. With 8,192 inputs: 57 GFLOP/s, with 1 tile 33."""
 _SHARES: Final = 4
-"""Pieces for each of several threads, of a product of one tile: each streams its own."""
+"""The pieces a thread of a product of one tile, with several threads: each streams its own."""
 _TILES: Final = (
     (1, 0),
     *((rows, _LINES) for rows in (2, 4, 6, 8, 10, 12)),
     *((rows, _LINES // 2) for rows in (6, 8, 10, 12)),
     *((rows, _LINES // 4) for rows in (8, 10, 12)),
 )
-"""Rows of a tile, and lines that it asks for in a turn. One row streams best without."""
+"""The rows of a tile, with the lines that it fetches in a turn. One row streams best without."""
 
 _INT8, _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOATS, _INTS, _BITS = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), _INT32, _INT16))
 
 
 class Unit(IntEnum):
-    """What is multiplied at once."""
+    """The numbers that are multiplied at once."""
 
     FLOATS = 0
     PAIRS = 1
@@ -117,7 +120,7 @@ class Unit(IntEnum):
 
 
 class Product(NamedTuple):
-    """Addresses and sizes of what is multiplied; an address is 0 where there is no such thing."""
+    """The addresses and sizes of a product; an address of 0 means that there is no such thing."""
 
     x: int
     weights: int
@@ -126,10 +129,10 @@ class Product(NamedTuple):
     out: int
     rows: int
     pairs: int
-    """Of inputs."""
+    """The pairs of inputs."""
     outputs: int
     block: int
-    """Rows that are computed with one panel after the other."""
+    """The rows that are computed with one panel after the other."""
     unit: int
 
 
@@ -144,7 +147,7 @@ def _sum_tile(
 ) -> Sequence[Any]:
     """The sums of a tile, ``[len(rows) * _VECTORS]`` vectors.
 
-    ``rows`` and ``weights`` are addresses; `lines` from `ahead` on are asked for in each turn.
+    `rows` and `weights` are addresses; each turn fetches `lines` cache lines from `ahead` on.
     """
 
     def turn(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
@@ -185,7 +188,8 @@ def sum_tile(
 ) -> Any:
     """``sums [TILE, PANEL]`` of the first `size` rows from `x` on; (`size`, `lines`) in `_TILES`.
 
-    Rows after the `last` are copies of it. `weights` of the panel, and `ahead` to ask for.
+    Rows after the `last` are copies of it. `weights` is the address of the panel's, `ahead` that of
+    the lines to fetch.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -217,7 +221,7 @@ def sum_tile(
 
 
 def _round(builder: Any, total: Any) -> Any:
-    """float32 as the bits of bfloat16, to nearest, ties to even."""
+    """Round float32 to the bits of bfloat16, to nearest, ties to even."""
     bits = builder.bitcast(total, _INTS)
     sixteen, one, half = (ir.Constant(_INTS, [n] * LANES) for n in (16, 1, 0x7FFF))
     odd = builder.and_(builder.lshr(bits, sixteen), one)
@@ -233,7 +237,7 @@ def write_row(
 ) -> Any:
     """Round `vectors` of a row of sums, with `bias` and `residual` (0 for none), to `out`.
 
-    All three are addresses of the row's first output in this panel.
+    The last three are addresses of the row's first output in this panel.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -273,12 +277,12 @@ def multiply(
     inputs: int,
     outputs: int,
 ) -> None:
-    """``out [rows, outputs] = x [rows, inputs] W^T (+ bias [outputs]) (+ residual)``.
+    """Compute ``out [rows, outputs] = x [rows, inputs] W^T (+ bias [outputs]) (+ residual)``.
 
-    All are bfloat16, contiguous and given by their address, 0 for no bias and no residual.
-    The `unit` is a `Unit` that this processor has. ``rows >= 1``, ``inputs % PAIRS == 0`` or, in
-    tiles, ``inputs % TILE_NUMBERS == 0``, and ``outputs % LANES == 0``. The weights' last panel is
-    whole.
+    All are bfloat16, contiguous and given by their address, 0 for no bias and no residual. The
+    `unit` is a `Unit` that this processor has. There must be ``rows >= 1``, ``outputs % LANES ==
+    0``, and ``inputs % PAIRS == 0`` (in tiles ``inputs % TILE_NUMBERS == 0``). The weights' last
+    panel is whole.
     """
     most, tile = _BLOCK, TILE
     if unit == Unit.TILES:
@@ -304,7 +308,7 @@ def multiply(
 def multiply_remaining(
     counter: Array, share: int, stride: int, units: int, product: Product
 ) -> None:
-    """Compute the next `share` of `units` until there is none left: a panel of a block each.
+    """Compute the next `share` of `units` until none is left; a unit is a panel of a block.
 
     Equally fast threads take turns: a thread's next share begins `stride` units later.
     """
@@ -336,9 +340,9 @@ def multiply_remaining(
 
 @inlined
 def multiply_block(product: Product, first: int, panel: int, following: int, sums: Array) -> None:
-    """A panel for the block of rows from `first` on; the `following` panel is asked for.
+    """Multiply a panel with the block of rows from `first` on, and fetch the `following` panel.
 
-    One behind the last may be nobody's memory: to ask is harmless.
+    The panel behind the last may be unmapped memory: to fetch it is harmless.
     """
     pairs, panel_bytes = product.pairs, product.pairs * PANEL_BYTES
     weights = product.weights + panel * panel_bytes
@@ -388,10 +392,10 @@ def widen_block(product: Product, first: int, to: int) -> None:
 def find_lines(
     product: Product, panel: int, following: int, tile: int, tiles: int, most: int, least: int
 ) -> tuple[int, int]:
-    """How many lines a tile asks for in each turn, `least` to `most` or none, and from where on.
+    """The number of lines that a tile fetches a turn (0, or `least` to `most`), and where.
 
-    One tile asks for its own weights; several for parts of the `following` panel, and for none once
-    they have asked for all of it.
+    A single tile fetches its own weights. Several fetch parts of the `following` panel, and none
+    once all of it is fetched.
     """
     panel_bytes = product.pairs * PANEL_BYTES
     weights = product.weights + panel * panel_bytes
@@ -408,7 +412,7 @@ def find_lines(
 def multiply_floats(
     product: Product, first: int, panel: int, following: int, x: int, sums: Array
 ) -> None:
-    """As `multiply_block`, of inputs that were widened to `x`: a block's, as float32."""
+    """Multiply as `multiply_block` does, with inputs widened to float32 at `x`."""
     pairs, row_bytes = product.pairs, 8 * product.pairs
     weights = product.weights + panel * pairs * PANEL_BYTES
     rows = min(product.block, product.rows - first)
@@ -430,9 +434,9 @@ def multiply_floats(
 def multiply_in_tiles(
     product: Product, first: int, panel: int, following: int, sums: Array
 ) -> None:
-    """As `multiply_block`, by tiles of up to `_TILED_ROWS` rows.
+    """Multiply like `multiply_block`, by tiles of up to `_TILED_ROWS` rows.
 
-    A tile's sums are rounded while the next one's are added up: ``sums`` have room for two.
+    A tile's sums are rounded while the next one's are added up: `sums` has room for two.
     """
     pairs, row_bytes = product.pairs, 4 * product.pairs
     weights = product.weights + panel * pairs * PANEL_BYTES
@@ -458,7 +462,7 @@ def multiply_in_tiles(
 
 @inlined
 def write_tile(product: Product, row: int, count: int, panel: int, place: int, sums: Array) -> None:
-    """Round `count` sums of a panel, which are at a `place` of the two, to rows of the output."""
+    """Round `count` sums of a panel, at `place` (one of two), to rows of the output."""
     if (panel + 1) * PANEL <= product.outputs:
         at, stride = 2 * (row * product.outputs + panel * PANEL), 2 * product.outputs
         bias = product.bias + 2 * panel * PANEL if product.bias else 0

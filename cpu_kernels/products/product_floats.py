@@ -1,5 +1,4 @@
-"""What `product` is computed with where a processor multiplies only float32 (AVX2), as LLVM
-instructions.
+"""The computation of `product` with float32 alone (AVX2), as LLVM instructions.
 
 bfloat16 is the upper half of a float32: weights are widened as they are used, inputs once for all
 panels. Arguments are addresses and numbers.
@@ -32,17 +31,17 @@ from kvrelay.cpu_kernels.lanes import (
 from kvrelay.cpu_kernels.pair_memory import FLOAT, pointer
 
 FLOAT_ROWS: Final = 6
-"""Of a tile at most: with half a panel these are 12 sums of 8 lanes, of 16 registers."""
+"""The most rows of a tile: with half a panel these are 12 sums of 8 lanes, of 16 registers."""
 WHOLE_ROWS: Final = 3
-"""Up to so many rows have sums for a whole panel, in as many registers."""
+"""The most rows that have sums for a whole panel, in as many registers."""
 WIDENED: Final = 4
-"""Numbers that are widened at a time: inputs are a multiple of it."""
+"""The numbers that are widened at a time: inputs are a multiple of it."""
 _STEP: Final = 2
-"""Pairs of inputs in a turn of the loop."""
+"""The pairs of inputs in a turn of the loop."""
 PANEL_BYTES: Final = 2 * LINE_BYTES
-"""Of a panel's weights of one pair of inputs, and of a row of its sums."""
+"""The bytes of a panel's weights for one pair of inputs, and of a row of its sums."""
 LINES: Final = tuple(_STEP * PANEL_BYTES // LINE_BYTES // part for part in (1, 2))
-"""Of the cache that `sum_floats` may ask for in a turn: its weights', or half of them; or 0."""
+"""The cache lines that `sum_floats` may fetch in a turn: its weights', half of them, or 0."""
 
 _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 _NARROW, _WIDE = (ir.VectorType(ir.IntType(bits), WIDENED) for bits in (16, 32))
@@ -65,13 +64,13 @@ def sum_floats(
     ahead: Any,
     sums: Any,
 ) -> Any:
-    """``sums [rows, 32] = x W^T``, for up to `WHOLE_ROWS` rows; of more rows half of each sum.
+    """``sums [rows, 32] = x W^T``, for up to `WHOLE_ROWS` rows; for more rows, half a panel.
 
     A panel's other half begins a line further on, in `weights` and in `sums`.
 
-    ``x [rows, 2 * pairs]`` and `sums` are float32, ``weights [pairs, 32, 2]`` bfloat16. In each
-    turn, of `_STEP` pairs, so many `lines` are asked for from `ahead` on, one of `LINES` or none.
-    Each sum adds its products from the first to the last, each rounded once.
+    ``x [rows, 2 * pairs]`` and `sums` are float32, ``weights [pairs, 32, 2]`` bfloat16. Each turn
+    of `_STEP` pairs fetches `lines` cache lines (one of `LINES`, or 0) from `ahead` on. Each sum
+    adds its products from the first to the last, each rounded once.
     """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `product` is computed with by the processor's tiles, as LLVM instructions.
+"""The computation of `product` by the processor's tiles, as LLVM instructions.
 
 Arguments are addresses and numbers.
 """
@@ -36,7 +36,7 @@ from kvrelay.cpu_kernels.products.tiles import (
 )
 
 ASKED_LINES: Final = (32, 16, 8, 0)
-"""Of the cache that `sum_in_tiles` may ask for in a step: its weights', a part of them, or none."""
+"""The cache lines that `sum_in_tiles` may fetch a step: all or part of its weights, or none."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -53,11 +53,11 @@ def sum_in_tiles(
 ) -> Any:
     """``sums [32, 32] = x W^T`` of float32, for 32 outputs.
 
-    Addresses of rows of `x`, `row_bytes` apart, of ``weights [steps * 16, 32, 2]`` and of `sums`.
-    The rows are those of tile 4, and with two `halves` of tile 5, which begins 16 rows later. In
-    each of the `steps`, of 32 inputs, so many `lines` of the cache are asked for from `ahead` on,
-    one after the other: one of `ASKED_LINES`. Less than all its weights are for the second cache,
-    as the first one has no room.
+    Arrays are given by address: rows of `x`, `row_bytes` apart, ``weights [steps * 16, 32, 2]`` and
+    `sums`. The rows are those of tile 4, and with two `halves` of tile 5, which begins 16 rows
+    later. Each of the `steps`, of 32 inputs, fetches `lines` cache lines (one of `ASKED_LINES`)
+    from `ahead` on. Unless they are all of a step's weights, they go to the second cache, as the
+    first one has no room.
     """
 
     def generate(builder: Any, *args: Any) -> None:
@@ -109,8 +109,8 @@ def round_sums(
 ) -> Any:
     """Round the `rows` of ``sums [rows, 32]``, with bias and residual, to bfloat16.
 
-    Addresses of `sums`, of a bias and of the first rows of a residual and of `out`, whose rows are
-    `stride` bytes apart; 0 for no bias and no residual.
+    Arrays are given by address, the residual and `out` by that of their first rows, which are
+    `stride` bytes apart. An address of 0 means no bias, or no residual.
     """
 
     def generate(builder: Any, *args: Any) -> None:
@@ -140,7 +140,7 @@ def round_sums(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_to_write(_typing: Any, begin: Any, stride: Any, rows: Any) -> Any:
-    """Ask for `rows` lines of the cache from an address on, `stride` bytes apart, to write them."""
+    """Fetch `rows` cache lines from an address on, `stride` bytes apart, to write them."""
 
     def generate(builder: Any, begin: Any, stride: Any, rows: Any) -> None:
         ask_for_lines(builder, begin, stride, rows, to_write=True)

@@ -4,16 +4,15 @@ A tile has up to 16 rows of 64 bytes. The one instruction that multiplies is
 
     C [M, 16] += A [M, 32] B [32, 16]
 
-of float32 sums, rows of bfloat16, and pairs of bfloat16: ``B`` has 16 rows of ``[16, 2]``. So
-`product` keeps weights, and `prefill_attention` queries and the weights of values. The
-instruction adds its 32 products in an order of its own, the same for every row, so a row's result
-depends on no other row.
-Numbers too small for a normal exponent count as 0.
+of float32 sums, rows of bfloat16, and pairs of bfloat16: ``B`` has 16 rows of ``[16, 2]``. This is
+the layout of weights in `product`, and of queries and weights of values in `prefill_attention`. The
+instruction adds its 32 products in its own order, the same for every row. So a row's result depends
+on no other row. Denormal numbers count as 0.
 
-A process asks the system before it uses tiles (`may_use_tiles`). A thread says how many rows its
-tiles have (`shape_tiles`) before it multiplies, and gives them up afterwards (`drop_tiles`): else
-the system saves 8 KiB whenever it takes the thread's core away. Code for tiles is compiled wherever
-the processor has them, whoever may use them: compiled kernels are kept by processor.
+A process asks the system before it uses tiles (`may_use_tiles`). A thread sets the number of rows
+of its tiles (`shape_tiles`) before it multiplies, and gives them up afterwards (`drop_tiles`).
+Otherwise the system saves 8 KiB at each switch of threads. Code for tiles is compiled wherever the
+processor has them, even if this process may not use them: compiled kernels are kept by processor.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 TILE_ROWS: Final = 16
 TILE_NUMBERS: Final = 32
-"""bfloat16 in a tile's row."""
+"""The bfloat16 numbers in a tile's row."""
 TILE_BYTES: Final = 64
-"""Of a tile's row, and of a line of the cache."""
+"""The bytes of a tile's row, and of a cache line."""
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
-"""The system call of x86-64, its order to ask for a part of the processor's state, and which."""
+"""The x86-64 system call, its request for a part of the processor's state, and that part."""
 
 INT8, INT16, INT64 = (ir.IntType(bits) for bits in (8, 16, 64))
 
@@ -55,7 +54,7 @@ def has_tiles() -> bool:
 
 @cache
 def may_use_tiles() -> bool:
-    """Whether the processor has them, and the system lets this process use them."""
+    """Whether the processor has tiles, and the system lets this process use them."""
     if not has_tiles() or platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -67,7 +66,7 @@ def may_use_tiles() -> bool:
 
 
 def emit_tiles(generate: Callable[..., None]) -> Callable[..., Any]:
-    """Generates code where the processor has tiles; elsewhere nobody comes to it."""
+    """Emit code where the processor has tiles; elsewhere it is never reached."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if has_tiles():
@@ -78,7 +77,7 @@ def emit_tiles(generate: Callable[..., None]) -> Callable[..., Any]:
 
 
 def tile_call(builder: Any, name: str, *args: Any) -> None:
-    """An instruction of AMX; Python's numbers are tiles."""
+    """Emit an instruction of AMX; Python's numbers are tiles."""
     values = [INT8(arg) if isinstance(arg, int) else arg for arg in args]
     call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
 
@@ -102,7 +101,7 @@ def ask_for_lines(
     to_write: bool = False,
     second_cache: bool = False,
 ) -> None:
-    """`lanes.ask_for_line` of so many `lines` from the address `begin` on, `stride` bytes apart."""
+    """Fetch `lines` cache lines from the address `begin` on, `stride` bytes apart."""
 
     def ask(index: Any, _: Sequence[Any]) -> Sequence[Any]:
         place = pointer(builder, builder.add(begin, builder.mul(index, stride)), INT8)
@@ -113,15 +112,15 @@ def ask_for_lines(
 
 
 def on(builder: Any, address: Any, bytes_on: int) -> Any:
-    """The address so many bytes further on."""
+    """The address `bytes_on` bytes further on."""
     return builder.add(address, INT64(bytes_on))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def shape_tiles(_typing: Any, first: Any, second: Any) -> Any:
-    """Gives this thread tiles: 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`, others of 16.
+    """Give this thread tiles: 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`, others of 16.
 
-    Both are 1 to 16.
+    `first` and `second` are 1 to 16.
     """
 
     def generate(builder: Any, *rows: Any) -> None:
@@ -146,5 +145,5 @@ def shape_tiles(_typing: Any, first: Any, second: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def drop_tiles(_typing: Any) -> Any:
-    """Gives this thread's tiles up."""
+    """Give up this thread's tiles."""
     return numba.void(), emit_tiles(lambda builder: tile_call(builder, "tilerelease"))

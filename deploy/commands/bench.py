@@ -1,4 +1,4 @@
-"""`kvrelay bench`: loads a server, over gRPC or HTTP, and reports what its clients get."""
+"""`kvrelay bench`: load on a server, over gRPC or HTTP, and a report of what its clients get."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ from kvrelay.deploy.reach.http_target import TARGET, HttpTarget
 DEFAULT_SHAPES = (Shape(256, 128),)
 DEFAULT_SLOTS = (8,)
 HTTP_VOCAB_SIZE = 1000
-"""Few enough for every tokenizer, and enough that no two prompts are alike."""
+"""The number of token ids for prompts over HTTP.
+
+Every tokenizer has as many, and they are enough that no two prompts are alike.
+"""
 SWEEP_SHAPES = (Shape(256, 128), Shape(1024, 64))
 SWEEP_SLOTS = (1, 8, 32)
 
@@ -50,7 +53,7 @@ def choose_loads(
     trace: Path | None,
     time_scale: float | None,
 ) -> list[Load]:
-    """The loads that the options ask for; ``click.UsageError`` if they contradict each other."""
+    """Return the loads that the options ask for; `click.UsageError` if they contradict."""
     if slots and rates:
         raise click.UsageError("--concurrency and --rate exclude each other")
     if time_scale is not None and (trace is None or slots or rates):

@@ -1,4 +1,4 @@
-"""`kvrelay chat`: a conversation in a terminal, over HTTP, where chat templates are."""
+"""`kvrelay chat`: a conversation in a terminal, over HTTP, which applies the chat template."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def chat(
 
 
 async def _within(call: Coroutine[Any, Any, None]) -> None:
-    """Give a call up that takes long: the conversation goes on without it."""
+    """Give up a call that takes long: the conversation goes on without it."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SESSION_SECONDS):
             await call
@@ -119,8 +119,8 @@ def _talk(
 async def _interruptible(answer: Coroutine[Any, Any, None]) -> None:
     """Cancel the answer at Ctrl-C.
 
-    `asyncio.Runner` does that, too, but its handler does not wake a loop that is about to wait: the
-    signal would be noticed with the next piece of the answer, which may never come.
+    `asyncio.Runner` cancels as well, but its handler does not wake a loop that is about to wait. It
+    would notice the signal with the answer's next piece, which may never come.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -133,7 +133,10 @@ async def _interruptible(answer: Coroutine[Any, Any, None]) -> None:
 
 
 def _reader() -> Callable[[], str | None]:
-    """Reads the next message; None: there is none. On a terminal lines can be edited."""
+    """Return a function that reads the next message, or None when there are no more.
+
+    On a terminal lines can be edited.
+    """
     if not sys.stdin.isatty():
         return lambda: next((line.rstrip("\n") for line in sys.stdin), None)
     with contextlib.suppress(ImportError):  # not everywhere

@@ -1,4 +1,4 @@
-"""`kvrelay status` of a controller: who leads the cluster, and how each worker is."""
+"""`kvrelay status` of a controller: the leader of the cluster, and each worker's state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = 5.0
 
 
 def ask(controller: Controller, access: CommandAccess) -> ClusterState:
-    """Ask a controller how its cluster is. Raises DeployError."""
+    """Ask a controller for its cluster's state. Raises DeployError."""
     address = controller.find()
     access.check(address)
     stub = controller_pb2_grpc.ControllerServiceStub
@@ -27,12 +27,12 @@ def ask(controller: Controller, access: CommandAccess) -> ClusterState:
 
 
 def as_object(state: ClusterState) -> dict[str, Any]:
-    """The state as ``--json`` prints it."""
+    """Return the state as `--json` prints it."""
     return asdict(state)
 
 
 def as_text(state: ClusterState) -> str:
-    """A line for the controller, and one for each worker."""
+    """Return a line for the controller, and one for each worker."""
     name = f"cluster {state.name}" if state.name else "a cluster that ends with its command"
     leads = "" if state.leads else ", DOES NOT LEAD NOW"
     changing = ", the number of workers is being changed" if state.changing else ""

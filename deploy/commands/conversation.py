@@ -18,14 +18,14 @@ from kvrelay.deploy.load_generator.openai_client import (
 
 
 class WriteText(Protocol):
-    """Takes a piece of an answer."""
+    """A function that takes a piece of an answer."""
 
     def __call__(self, text: str, *, reasoning: bool) -> None:
-        """Show it."""
+        """Show the piece."""
 
 
 class Conversation:
-    """The messages so far, and how the next one is asked.
+    """The messages so far, and the options with which the next one is sent.
 
     Args:
         options: fields of each request, such as `temperature`.
@@ -35,19 +35,20 @@ class Conversation:
     def __init__(self, options: dict[str, Any], system: str | None = None) -> None:
         self.model = ""
         self.session_id = ""
-        """Of the server's session, which keeps the KV of the messages; empty: it has none."""
+        """The id of the server's session, which keeps the KV of the messages; empty: there is none.
+        """
         self.messages = [{"role": "system", "content": system}] if system else []
         self._options = options
 
     async def open_session(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Open a session, if the server has any: OpenAI's API knows none."""
+        """Open a session, if the server has sessions: OpenAI's API has none."""
         with contextlib.suppress(aiohttp.ClientError, ValueError, KeyError):
             async with session.post(f"{url}/v1/sessions", json={}) as response:
                 if response.ok:
                     self.session_id = str((await response.json())["id"])
 
     async def close_session(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Close it; without that it expires."""
+        """Close the session; otherwise it expires."""
         if self.session_id:
             with contextlib.suppress(aiohttp.ClientError):
                 await (await session.delete(f"{url}/v1/sessions/{self.session_id}")).release()
@@ -55,10 +56,10 @@ class Conversation:
     async def ask(
         self, session: aiohttp.ClientSession, url: str, message: str, write: WriteText
     ) -> None:
-        """Send a message with all before it, and write its answer as it comes.
+        """Send a message with all previous ones, and write its answer as it comes.
 
-        What came of an answer that is cancelled stays a part of the conversation. A message without
-        any answer does not.
+        The received part of a cancelled answer stays in the conversation. A message without any
+        answer does not.
 
         Raises:
             DeployError: the server refuses it, or fails.

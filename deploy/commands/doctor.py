@@ -1,4 +1,4 @@
-"""`kvrelay doctor`: says what is wrong with nodes and links before a cluster runs on them."""
+"""`kvrelay doctor`: a check of nodes and links before a cluster runs on them."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def doctor(
 ) -> None:
     """Examine the nodes of a Ray cluster, or this machine, and measure every pair of them.
 
-    A process on each node looks at versions, NIXL, memory and clock, and reads from those of the
-    other nodes as a decode worker reads from a prefill worker. It takes nothing that Ray counts,
-    and ends with the command, so this can be run beside a cluster; it takes a little of its
-    network and of its cores. One line a finding: ok, warn or fail, and what to do. Exit status: 0
-    nothing has failed, 1 something has, or the command itself.
+    A process on each node looks at versions, NIXL, memory and clock. It reads from the other nodes'
+    processes as a decode worker reads from a prefill worker. It takes nothing that Ray counts, and
+    ends with the command, so this can be run beside a cluster. It takes a little of the cluster's
+    network and cores. Each finding is one line: ok, warn or fail, and what to do. Exit status: 0 if
+    nothing has failed, 1 if something has, or the command itself.
     """
     options = MachineOptions(ray_address=ray_address, advertise=advertise)
     options.check_machines()

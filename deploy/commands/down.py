@@ -1,4 +1,4 @@
-"""`kvrelay down`: ends a cluster that `kvrelay up` has started."""
+"""`kvrelay down`: the end of a cluster that `kvrelay up` has started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvrelay.deploy.options.environment import allow_many_machines
 def down(*, debug: bool, ray_address: str, cluster_name: str) -> None:
     """End the workers and the controller of a cluster; Ray and everything else in it stay.
 
-    Requests that are live end. Works without the controller, too.
+    Requests that are live end. It also works without the controller.
     """
     allow_many_machines()
     from kvrelay.deploy.controller.detached import end_cluster

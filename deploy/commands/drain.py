@@ -1,4 +1,4 @@
-"""`kvrelay drain`: stops or replaces a worker without losing a request."""
+"""`kvrelay drain`: the removal or replacement of a worker without losing a request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def drain(
 
 
 def line_of(worker: str, response: pb.DrainWorkerResponse, *, remove: bool) -> str:
-    """What the user is told of a drain's phase."""
+    """Return the line that tells the user a drain's phase."""
     if response.phase == _DRAINING:
         left = "" if response.requests_unknown else f", {response.requests} requests left"
         return f"{worker} drains{left}  ({response.incarnation})"

@@ -1,4 +1,4 @@
-"""`kvrelay generate`: sends one prompt and prints its text as it comes."""
+"""`kvrelay generate`: one prompt is sent, and its text is printed as it comes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrelay.deploy.stop_signals import StopSignals
 from kvrelay.v1 import inference_pb2 as pb
 
 _FIELDS: Final = {"top_logprobs": "logprobs"}
-"""The fields of SamplingParams whose options are called otherwise."""
+"""The fields of SamplingParams whose options have other names."""
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""How `kvrelay generate` prints a stream: as text, or as JSON."""
+"""The output of `kvrelay generate`: text, or JSON."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvrelay.v1 import inference_pb2 as pb
 
 
 class Writer(Protocol):
-    """Writes the events of a request's stream."""
+    """A writer of the events of a request's stream."""
 
     def delta(self, request_id: str, delta: pb.GenerateDelta) -> None:
-        """Tokens that came."""
+        """Write the tokens that came."""
         ...
 
     def complete(self, request_id: str, complete: pb.GenerateComplete) -> None:
-        """The completion."""
+        """Write the completion."""
         ...
 
     def end(self) -> None:
-        """The stream has ended, with or without the completion."""
+        """Finish the output of a stream that has ended, with or without the completion."""
         ...
 
 
 def text_writer(outputs: int) -> Writer:
-    """What prints a request of so many outputs as text."""
+    """Return the writer that prints a request with this number of outputs as text."""
     return PlainTexts() if outputs > 1 else PlainText()
 
 
@@ -58,7 +58,7 @@ class PlainText:
 
 
 class PlainTexts:
-    """Several texts, which come interleaved: printed at the end, one after the other."""
+    """Several texts, whose deltas come interleaved: printed at the end, one after the other."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
@@ -87,19 +87,19 @@ def _raise_if_aborted(request_id: str, complete: pb.GenerateComplete) -> None:
 
 
 class _PromptLogprobs:
-    """Prints the log-probabilities of a prompt, which come in several deltas."""
+    """The printer of a prompt's log-probabilities, which come in several deltas."""
 
     def __init__(self) -> None:
         self._next = 1
 
     def say(self, delta: pb.GenerateDelta) -> None:
-        """A line on standard error for each position of the prompt that the delta has."""
+        """Print a line on standard error for each position of the prompt that the delta has."""
         _say_logprobs("prompt", self._next, delta.prompt_logprobs)
         self._next += len(delta.prompt_logprobs)
 
 
 def _say_logprobs(what: str, first: int, tokens: Iterable[pb.TokenLogprobs]) -> None:
-    """A line on standard error for each position from `first` on."""
+    """Print a line on standard error for each position from `first` on."""
     for position, token in enumerate(tokens, start=first):
         click.echo(_logprob_line(what, position, token), err=True)
 
@@ -114,7 +114,7 @@ class JsonLines:
     """One object a line: each delta, then the completion."""
 
     def delta(self, request_id: str, delta: pb.GenerateDelta) -> None:
-        """``{"event": "delta", ...}``; log-probabilities only where the server sent some."""
+        """Print `{"event": "delta", ...}`; log-probabilities only where the server sent some."""
         event: dict[str, Any] = {
             "event": "delta",
             "request_id": request_id,
@@ -130,7 +130,7 @@ class JsonLines:
         _write_object(event)
 
     def complete(self, request_id: str, complete: pb.GenerateComplete) -> None:
-        """``{"event": "complete", ...}``."""
+        """Print `{"event": "complete", ...}`."""
         usage, timings = complete.usage, complete.timings
         _write_object(
             {
@@ -154,7 +154,7 @@ class JsonLines:
         )
 
     def end(self) -> None:
-        """Nothing is open: every line was ended."""
+        """Do nothing: every line is complete."""
 
 
 def _logprobs(token: pb.TokenLogprobs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`kvrelay leave`: lets the workers of a node drain before the node is shut down."""
+"""`kvrelay leave`: the workers of a node drain before the node is shut down."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvrelay.deploy.nodes.node_workers import NodeWorker
 
 _PROCESS_TITLE: Final = b"ray::"
-"""How the command line of every process of Ray's actors begins."""
+"""The beginning of the command line of each process of Ray's actors."""
 
 
 @click.command(context_settings={"show_default": True})
@@ -60,14 +60,14 @@ def leave(*, debug: bool, ray_address: str | None, timeout: float) -> None:
 
 
 async def drained(workers: list[NodeWorker], seconds: float, progress: StartProgress) -> list[str]:
-    """Let the workers drain; returns the names of those whose processes then still run."""
+    """Let the workers drain; return the names of those whose processes then still run."""
     give_up_at = time.monotonic() + seconds
     ending = [_end_of(worker, give_up_at, progress) for worker in workers]
     return [name for name in await asyncio.gather(*ending) if name]
 
 
 async def _end_of(worker: NodeWorker, give_up_at: float, progress: StartProgress) -> str | None:
-    """Ask a worker to drain and wait for its end; its name if that did not come in time."""
+    """Ask a worker to drain and wait for its end; return its name if that does not come in time."""
     try:
         pidfd = os.pidfd_open(worker.pid)
     except ProcessLookupError:
@@ -94,7 +94,7 @@ async def _end_of(worker: NodeWorker, give_up_at: float, progress: StartProgress
 
 
 def _drain_once(pid: int, pidfd: int) -> None:
-    """Send SIGTERM, unless an earlier call on this machine has: a second one would not wait."""
+    """Send SIGTERM, unless an earlier call on this machine has: a second one ends it at once."""
     try:
         mark = _mark_of(pid)
     except OSError:  # rather a second one than none
@@ -109,7 +109,7 @@ def _drain_once(pid: int, pidfd: int) -> None:
 
 
 def _mark_of(pid: int) -> TextIO:
-    """A file that every call has alike for one process; empty until it was sent SIGTERM."""
+    """Open the file that all calls for one process share; empty until SIGTERM was sent."""
     folder = Path(tempfile.gettempdir()) / f"kvrelay-leave-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -127,5 +127,5 @@ def _is_actor(pid: int) -> bool:
 
 
 def _on_loop(at: float) -> float:
-    """A time of CLOCK_MONOTONIC as the running loop's clock has it."""
+    """Convert a time of CLOCK_MONOTONIC to the running loop's clock."""
     return asyncio.get_running_loop().time() + at - time.monotonic()

@@ -23,7 +23,7 @@ _VALUES: Final[dict[type, str]] = {
 
 
 def markdown() -> str:
-    """A heading and a table for each section."""
+    """Return a heading and a table for each section."""
     sections = groupby(options_of(ServeOptions), key=lambda one: one.section)
     return "\n\n".join(_section(heading, options) for heading, options in sections)
 

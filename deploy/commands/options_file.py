@@ -20,7 +20,7 @@ _TOML_NAMES = {
 
 
 def load_defaults(ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
-    """Callback of an eager ``--config``: the file's values become the command's defaults.
+    """Read the file of an eager `--config`: its values become the command's defaults.
 
     An option on the command line therefore wins. Raises click.BadParameter, naming the file
     and the key, for unknown keys and for values of the wrong type.
@@ -31,7 +31,7 @@ def load_defaults(ctx: click.Context, _param: click.Parameter, path: Path | None
 
 
 def read_defaults(path: Path, command: click.Command) -> dict[str, Any]:
-    """The file's values by parameter name, checked against `command`'s options."""
+    """Return the file's values by parameter name, checked against `command`'s options."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -52,7 +52,7 @@ def read_defaults(path: Path, command: click.Command) -> dict[str, Any]:
 
 
 def _options_of(command: click.Command) -> Mapping[str, click.Option]:
-    """Settable options by long name, without the dashes."""
+    """Return the settable options by long name, without the dashes."""
     return {
         name.removeprefix("--"): param
         for param in command.params

@@ -1,4 +1,4 @@
-"""How much a router did a second, from two of its reports."""
+"""A router's activity a second, from two of its reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened a second between two reports, on the router's own clock."""
+    """Events a second between two reports, by the router's own clock."""
 
     ended_requests: float
     prompt_tokens: float
@@ -16,9 +16,9 @@ class Rates:
 
     @classmethod
     def between(cls, before: dict[str, Any] | None, now: dict[str, Any]) -> Self | None:
-        """The rates between two reports of `kvrelay status --json`.
+        """Return the rates between two reports of `kvrelay status --json`.
 
-        None: there is only one, the router does not tell this caller, or it has started anew.
+        None: there is only one, the router does not tell this caller, or it has restarted.
         """
         if before is None or not before["requests"] or not now["requests"]:
             return None

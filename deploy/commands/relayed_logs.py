@@ -1,4 +1,4 @@
-"""The workers' log lines that Ray brings to the command, as JSON."""
+"""The workers' log lines, which Ray brings to the command, as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OURS: Final = "kvrelay_relayed_logs"
 
 @contextlib.contextmanager
 def relayed_as_json() -> Iterator[None]:
-    """Print lines as they came, in place of Ray's printing, which colours and prefixes them.
+    """Print lines as they came, instead of Ray's printing, which colours and prefixes them.
 
     Enter it while Ray is initialised.
     """
@@ -36,14 +36,14 @@ def relayed_as_json() -> Iterator[None]:
 
 
 def _print(batch: Mapping[str, Any]) -> None:
-    """Called by Ray, with lines of one process."""
+    """Print the lines of one process; Ray calls this."""
     for line in batch.get("lines", ()):
         sys.stderr.write(as_json(line, batch) + "\n")
     sys.stderr.flush()
 
 
 def as_json(line: str, batch: Mapping[str, Any]) -> str:
-    """A line of a worker's; in JSON what did not come as JSON, such as a library's warning."""
+    """Return a worker's line; text that is not JSON, such as a library's warning, becomes JSON."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError):
             json.loads(line)

@@ -1,4 +1,4 @@
-"""`kvrelay roll`: gives all workers other options, without losing a request."""
+"""`kvrelay roll`: all workers get other options, without losing a request."""
 
 from __future__ import annotations
 

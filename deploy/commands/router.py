@@ -1,4 +1,4 @@
-"""`kvrelay router`: one more router, for the workers of a cluster that runs."""
+"""`kvrelay router`: one more router for the workers of a running cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPTIONS: Final = {field.name for field in fields(RouterOptions)} | {
     *("model", "model_name", "dtype", "itl_target", "grpc", "http", "metrics", "insecure"),
     *("tls_cert", "tls_key", "tls_ca", "tls_name", "front_tls_cert", "front_tls_key"),
 }
-"""What a router is told of what `kvrelay serve` can be told."""
+"""The options of `kvrelay serve` that a router has as well."""
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
@@ -78,7 +78,7 @@ def run(
 
 
 def _discovery(controller: Controller, access: CommandAccess) -> ShiftingDiscovery:
-    """Follows a controller, and those that it names as its successors."""
+    """Make a discovery that follows a controller, and the successors that it names."""
 
     def follow(address: str) -> RemoteDiscovery:
         return _followed(Controller(Address.parse(address)), access)

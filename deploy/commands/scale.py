@@ -1,4 +1,4 @@
-"""`kvrelay scale`: changes how many workers a cluster has, without losing a request."""
+"""`kvrelay scale`: a change of a cluster's number of workers, without losing a request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scale(
     controller: Controller,
     access: CommandAccess,
 ) -> None:
-    """Start workers, or drain and remove some, until there are so many.
+    """Start workers, or drain and remove some, until each role has the given number.
 
     Roles that are left out stay as they are. Workers are removed once the new ones are ready, the
     latest first. Ctrl-C ends the command; the change goes on.

@@ -1,4 +1,4 @@
-"""`kvrelay serve`: runs a cluster until it is told to stop, or lets it run on by itself."""
+"""`kvrelay serve`: a cluster that runs until it is told to stop, or detached from the command."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 def serve(*, detach: bool, debug: bool, **options: Any) -> None:
     """Serve a model from this machine, or from a Ray cluster.
 
-    Starts a Ray of its own (or joins one, with --ray-address), prefill and decode workers
-    (or aggregated workers) and a router, and prints their addresses when they are ready.
-    Ctrl-C stops them, and nothing else that runs here; a second Ctrl-C does not wait.
+    The command starts a Ray of its own, or joins one with --ray-address. It starts prefill and
+    decode workers (or aggregated workers) and a router, and prints their addresses when they are
+    ready. Ctrl-C stops them, and nothing else that runs here; a second Ctrl-C does not wait.
     """
     if detach:
         _up(options, debug=debug)
@@ -66,7 +66,7 @@ def serve(*, detach: bool, debug: bool, **options: Any) -> None:
 
 
 def _up(options: Mapping[str, Any], *, debug: bool) -> None:
-    """Do as `kvrelay up` does. Raises OptionError for an option that a router alone has."""
+    """Do the work of `kvrelay up`. Raises OptionError for an option that only a router has."""
     from kvrelay.deploy.commands import up
     from kvrelay.deploy.options.up_options import UP_OPTIONS, UpOptions
 
@@ -105,7 +105,7 @@ def run(options: ServeOptions, progress: StartProgress, *, debug: bool) -> None:
 
 
 def with_free_http(options: ServeOptions, progress: StartProgress) -> ServeOptions:
-    """The options, with any free port for HTTP where another program has the default one."""
+    """Return the options, with any free port for HTTP if another program has the default one."""
     if options.http != DEFAULT_HTTP:
         options.http.check_free("--http")
     elif DEFAULT_HTTP.in_the_way() is not None:
@@ -115,7 +115,7 @@ def with_free_http(options: ServeOptions, progress: StartProgress) -> ServeOptio
 
 
 def find_model(options: ServeOptions, progress: StartProgress) -> ModelFolder:
-    """The checkpoints that the options ask for, converted if they have to be."""
+    """Find the checkpoints that the options name; convert them if need be."""
     converted = users_models()
     with progress.step("model", options.model) as step:
         model = resolve_model(options.model, options.dtype, converted, step.say)
@@ -164,9 +164,9 @@ def _run_cluster(
 
 
 def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalRay | JoinedRay]:
-    """The Ray that workers are to run in, not entered yet.
+    """Return the Ray that workers are to run in, not entered yet.
 
-    Imported here: options are checked before the seconds that Ray takes to import.
+    Ray is imported here, so that options are checked before the seconds which that takes.
     """
     if options.ray_address is not None:
         allow_many_machines()
@@ -185,7 +185,7 @@ def _relayed_as_json() -> AbstractContextManager[None]:
 
 
 def _offered(model: ModelFolder, progress: StartProgress, stack: ExitStack) -> ModelFolder:
-    """The model with the digests of its files, which the workers' nodes can have from here on."""
+    """Offer the model's files to the workers' nodes; return the model with their digests."""
     from kvrelay.deploy.nodes.model_copy import files_of, offering
     from kvrelay.deploy.nodes.ray_places import check_name_is_free
 

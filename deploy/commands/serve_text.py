@@ -1,4 +1,4 @@
-"""What `kvrelay serve` prints: its first line, and the addresses once it is ready."""
+"""The output of `kvrelay serve`: its first line, and the addresses once it is ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def headline(options: ServeOptions) -> str:
-    """The version, and the workers that will run."""
+    """Return a line with the version and the workers that will run."""
     version = importlib.metadata.version("kvrelay")
     memory = "what is left"
     if isinstance(options.kv_memory, int):
@@ -31,7 +31,7 @@ def headline(options: ServeOptions) -> str:
 
 
 def ready_lines(deployment: Deployment, model: ModelFolder, options: ServeOptions) -> Iterator[str]:
-    """Where everything listens, and an example to paste."""
+    """Yield the addresses of all listeners, and an example to paste."""
     router = deployment.router
     yield ""
     yield f"  model      {model.path}"
@@ -53,7 +53,7 @@ def ready_lines(deployment: Deployment, model: ModelFolder, options: ServeOption
 
 
 def _curl(http: str, options: ServeOptions) -> str:
-    """A call of OpenAI's API, to paste."""
+    """Return a call of OpenAI's API, to paste."""
     access = ""
     if options.auth_token_file is not None:
         access += ' -H "Authorization: Bearer TOKEN"'
@@ -64,7 +64,7 @@ def _curl(http: str, options: ServeOptions) -> str:
 
 
 def _access(options: ServeOptions) -> str:
-    """The options, beside the address, that let a client in."""
+    """Return the options, beside the address, that a client needs for access."""
     access = ""
     if options.front_tls_cert is not None:
         access += " --tls"
@@ -76,7 +76,7 @@ def _access(options: ServeOptions) -> str:
 
 
 def _client_token_file(path: Path) -> str:
-    """A file that a client can take its token from: the router's, if that has plain tokens."""
+    """Return a file with a token for clients: the router's own, if that has plain tokens."""
     try:
         read_plain_tokens(path)
     except ValueError:
@@ -85,7 +85,7 @@ def _client_token_file(path: Path) -> str:
 
 
 def _command() -> str:
-    """The words that start this program in a shell: its name, if that is enough."""
+    """Return the words that start this program in a shell: its name, if that is enough."""
     called = sys.argv[0]
     if Path(called).name != "kvrelay":
         return f"{shlex.quote(sys.executable)} -m kvrelay.deploy"

@@ -1,4 +1,4 @@
-"""`kvrelay shift`: lets routers send new requests to another cluster, and drains the old one."""
+"""`kvrelay shift`: routers send new requests to another cluster, and the old one drains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrelay.wire.cluster_state import ClusterState
 
 _LOOK_SECONDS: Final = 0.2
 _COME_BACK_SECONDS: Final = 6.0
-"""A router asks for a controller that it cannot hear more often than that."""
+"""The time in which a router certainly asks again for a controller that it has lost."""
 _OWN_ROUTERS: Final = "Start routers of its own for it, and let clients use these"
 
 
@@ -58,11 +58,11 @@ def shift(
 ) -> None:
     """Let all routers that follow a controller send new requests to the workers of another one.
 
-    Requests that run end where they are. Both clusters must be of one version and have loaded the
-    same model; all else may differ, but with another --batch-invariant a request that goes on at
-    the new cluster may get other tokens. Routers need to reach the new controller, by the same
-    certificates and with the same token. The command ends when all routers have followed, and with
-    --drain when the old workers have ended; `kvrelay down` then ends the old cluster.
+    Running requests end where they are. Both clusters must be of one version and have loaded the
+    same model; all else may differ. But with another --batch-invariant a request that goes on at
+    the new cluster may get other tokens. Routers must reach the new controller with the same
+    certificates and the same token. The command ends when all routers have followed, and with
+    --drain when the old workers have ended. `kvrelay down` then ends the old cluster.
     """
     if (to is None) is not back or (back and drain):
         raise click.UsageError("give --to, perhaps with --drain, or --back")
@@ -111,11 +111,11 @@ def _check(old: ClusterState, new: ClusterState, where: Address, to: Address) ->
 def _until_shifted(
     controller: Controller, access: CommandAccess, old: Address, *, routers: int, seconds: float
 ) -> ClusterState:
-    """Wait until all routers have done what the controller says. Raises DeployError.
+    """Wait until all routers have followed the controller's order. Raises DeployError.
 
-    A router that cannot hear the controller for a moment is not counted, and comes back; one that
-    has ended does not. So fewer than before are believed a little later. The controller itself may
-    be away, too.
+    A router that has lost its connection is not counted until it comes back; a router that has
+    ended does not come back. So a count lower than before is believed only after a while. The
+    controller itself may be away as well.
     """
     give_up_at = time.monotonic() + seconds
     all_since = None

@@ -75,7 +75,7 @@ def status(
 
 
 def ask(server: Address, access: CommandAccess) -> dict[str, Any]:
-    """Ask a router for the status, as ``--json`` prints it. Raises DeployError."""
+    """Ask a router for the status, as `--json` prints it. Raises DeployError."""
     access.check(server)
     with connected(server, access.credentials()) as service:
         info = service.GetServerInfo(
@@ -97,7 +97,7 @@ def _worker_credentials(
 
 
 def _model(service: Any, metadata: Metadata) -> str | None:
-    """The model's name; None while a role has no worker: then the status is wanted most."""
+    """Return the model's name; None while a role has no worker, when status is needed most."""
     try:
         name: str = service.GetModelInfo(
             pb.GetModelInfoRequest(), timeout=_SECONDS, metadata=metadata
@@ -110,7 +110,7 @@ def _model(service: Any, metadata: Metadata) -> str | None:
 
 
 def _owners(address: str, credentials: grpc.ChannelCredentials | None) -> list[dict[str, Any]]:
-    """Every page of a worker, in runs of one owner; none if it does not answer, which is said."""
+    """Return a worker's pages, in runs of one owner; none, and a message, if it does not answer."""
     try:
         stub = worker_pb2_grpc.WorkerServiceStub
         with connected(Address.parse(address), credentials, stub) as worker:
@@ -123,7 +123,7 @@ def _owners(address: str, credentials: grpc.ChannelCredentials | None) -> list[d
 
 
 def as_object(model: str | None, info: pb.GetServerInfoResponse) -> dict[str, Any]:
-    """The status as ``--json`` prints it."""
+    """Return the status as `--json` prints it."""
     return {
         "model": model,
         "model_digest": info.model_digest,
@@ -148,7 +148,7 @@ def _requests(counts: pb.RequestCounts) -> dict[str, Any]:
 
 
 def _worker(status: WorkerStatus) -> dict[str, Any]:
-    """A worker's fields, with those of its load beside them."""
+    """Return a worker's fields, with the fields of its load beside them."""
     worker = asdict(status)
     load = worker.pop("load")
     pools = [{**asdict(pool), "sum": pool.accounted} for pool in status.load.pools]

@@ -1,4 +1,4 @@
-"""What `kvrelay status` prints for people: tables of what ``--json`` prints."""
+"""The output of `kvrelay status` for people: tables of the object that `--json` prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrelay.wire.speeds import StepSpeeds
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """A line about the server, then tables of the workers, their pools, and more if there is."""
+    """Return a line on the server, then tables of workers and pools, and further ones if needed."""
     workers = report["workers"]
     parts = [_server_line(report), _workers_table(workers)]
     if refused := [worker for worker in workers if worker["refusal"]]:
@@ -63,7 +63,7 @@ def _workers_table(workers: Iterable[dict[str, Any]]) -> str:
 
 
 def _speeds(worker: dict[str, Any]) -> tuple[str, str]:
-    """What a prompt of 1024 tokens, and a step of what generates now, take on the worker."""
+    """Return the times of a 1024-token prompt, and of a decode step with the present requests."""
     speeds = StepSpeeds(**worker["speeds"])
     prompt = f"{speeds.prompt_seconds(1024):.3g} s" if speeds.prompts_known else "-"
     rows = worker["running_requests"] or 1
@@ -72,7 +72,7 @@ def _speeds(worker: dict[str, Any]) -> tuple[str, str]:
 
 
 def readiness(worker: dict[str, Any]) -> str:
-    """One word: whether the worker takes requests, or why not."""
+    """Return one word: whether the worker takes requests, or why not."""
     if worker["refusal"]:
         return "REFUSED"
     if worker["draining"]:
@@ -117,7 +117,7 @@ def _peers_table(workers: Iterable[dict[str, Any]]) -> str:
 
 
 def _refusal(peer: dict[str, Any]) -> str:
-    """What is not read from a peer, and why; "" if all is."""
+    """Return which reads from a peer are refused, and why; "" if none is."""
     if peer["refusal"]:
         return f"REFUSED: {peer['refusal']}"
     return f"HOST NOT READ: {peer['host_refusal']}" if peer["host_refusal"] else ""
@@ -153,7 +153,7 @@ def _quarantine_table(workers: Iterable[dict[str, Any]]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell: numbers to the right, words to the left."""
+    """Lay out columns as wide as their widest cell: numbers to the right, words to the left."""
     cells = [list(head), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [any(isinstance(row[column], int) for row in rows) for column in range(len(head))]

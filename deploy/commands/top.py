@@ -1,4 +1,4 @@
-"""`kvrelay top`: the cluster in a terminal, again and again."""
+"""`kvrelay top`: a view of the cluster in a terminal, refreshed again and again."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def top(
 
 
 def _views(ask_now: Ask, server: str, interval_seconds: float) -> Iterator[View]:
-    """What the cluster is like, again and again.
+    """Yield a view of the cluster after each interval.
 
-    A router that does not answer the first time raises DeployError; later its last report stays,
-    with the problem beside it.
+    If the router does not answer the first time, this raises DeployError. Later its last report
+    stays, with the problem beside it.
     """
     view = View(server, ask_now())
     while True:

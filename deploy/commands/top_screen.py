@@ -1,6 +1,6 @@
-"""What `kvrelay top` shows: lines of text, as wide and as many as the terminal takes.
+"""The screen of `kvrelay top`: lines of text that fit the terminal's size.
 
-All is told by characters as well as by colours, in ASCII: a terminal may have no more.
+Everything is shown by ASCII characters as well as by colours: a terminal may have no more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARKS: Final = {
     "cached_evictable": ("-", "blue"),
     "free": (".", "bright_black"),
 }
-"""A page's state in a bar, in the bar's order: what new requests can have is at the right."""
+"""The mark of each page state in a bar, in the bar's order: free for new requests at the right."""
 assert set(_MARKS) == set(PAGE_STATES)
 
 _PHASES: Final = {
@@ -33,7 +33,7 @@ _PHASES: Final = {
     "decode": ("arriving", "generating"),
     "aggregated": ("queued", "running"),
 }
-"""By role, what a worker's waiting and its running requests are."""
+"""The words for a worker's waiting and its running requests, by role."""
 _HEAD: Final = ("worker", "state", "wait", "run", "tokens", "pool")
 _NUMBERS: Final = ("wait", "run", "tokens")
 _MAX_PROBLEMS: Final = 5
@@ -42,27 +42,27 @@ _MIN_BAR: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is known of a cluster at one moment."""
+    """A router's report at one moment, with rates."""
 
     server: str
     report: dict[str, Any]
-    """As `kvrelay status --json` prints it."""
+    """The report, as `kvrelay status --json` prints it."""
     rates: Rates | None = None
-    """Since the report before."""
+    """The rates since the previous report; None: there is none."""
     problem: str = ""
-    """Why there is no newer report; empty if the router has answered."""
+    """The reason why there is no newer report; empty if the router has answered."""
 
     def next(self, report: dict[str, Any]) -> Self:
-        """The view after one more report."""
+        """Return the view after one more report."""
         return replace(self, report=report, rates=Rates.between(self.report, report), problem="")
 
     def without_answer(self, problem: str) -> Self:
-        """The view while the router does not answer."""
+        """Return the view while the router does not answer."""
         return replace(self, rates=None, problem=problem)
 
 
 def lines(view: View, width: int, height: int | None) -> list[Text]:
-    """The screen: at most `height` lines (None: all there are) of at most `width` columns."""
+    """Return the screen: at most `height` lines (None: no limit) of at most `width` columns."""
     head = [*_head(view), *_problems(view)]
     left = None if height is None else max(2, height - len(head) - 2)
     table = _table(view.report["workers"], width, left)
@@ -106,7 +106,7 @@ def _requests(report: dict[str, Any]) -> str:
 
 
 def _phases(workers: Sequence[dict[str, Any]]) -> str:
-    """A request that is handed over is at two workers for a while, and counts at both."""
+    """Describe requests by phase; one that is being handed over counts at both of its workers."""
     parts = []
     for role, (waiting, running) in _PHASES.items():
         of_role = [one for one in workers if one["role"] == role]
@@ -162,7 +162,7 @@ def _troubles(workers: Iterable[dict[str, Any]]) -> Iterable[str]:
 
 
 def _table(workers: Sequence[dict[str, Any]], width: int, height: int | None) -> list[Text]:
-    """A line for each pool, or where they are too many, for each worker's fullest one."""
+    """Return a line for each pool, or, if there are too many, for each worker's fullest pool."""
     rows = [row for worker in workers for row in _rows(worker, worker["pools"])]
     if height is not None and len(rows) + 1 > height:
         rows = [row for one in workers for row in _rows(one, _fullest(one["pools"]))]
@@ -186,7 +186,7 @@ def _table(workers: Sequence[dict[str, Any]], width: int, height: int | None) ->
 
 
 Row = tuple[dict[str, str], dict[str, Any] | None]
-"""The cells by column, and the pool for the bar; None: the worker has reported none."""
+"""The cells by column, and the pool for the bar; None: the worker has reported no pool."""
 
 
 def _rows(worker: dict[str, Any], pools: Sequence[dict[str, Any]]) -> list[Row]:
@@ -220,7 +220,10 @@ def _fullest(pools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _used_percent(pool: dict[str, Any]) -> int:
-    """Of its pages, those that new requests cannot have; rounded up, so that one page shows."""
+    """Return the percentage of a pool's pages that new requests cannot have.
+
+    It is rounded up, so that a single page shows.
+    """
     used: int = pool["sum"] - pool["free"] - pool["cached_evictable"]
     return -(-100 * used // pool["total"]) if pool["total"] else 0
 
@@ -234,9 +237,9 @@ def _bar(pool: dict[str, Any], width: int) -> Text:
 
 
 def shares(counts: Sequence[int], width: int) -> list[int]:
-    """`width` cells divided as the counts are; what is not zero has one cell at least.
+    """Divide `width` cells in proportion to the counts; each count above zero gets a cell at least.
 
-    `width` is not less than the number of counts that are not zero.
+    `width` must not be less than the number of counts above zero.
     """
     total = sum(counts)
     if not total:
@@ -252,7 +255,7 @@ def shares(counts: Sequence[int], width: int) -> list[int]:
 
 
 def _legend(workers: Iterable[dict[str, Any]]) -> Text:
-    """What the marks mean; without that of copies between tiers while there are none."""
+    """Return the meaning of the marks; that of copies between tiers only while there are some."""
     copies = any(pool["in_flight"] for worker in workers for pool in worker["pools"])
     legend = Text()
     for state, (mark, colour) in _MARKS.items():
@@ -264,7 +267,7 @@ def _legend(workers: Iterable[dict[str, Any]]) -> Text:
 
 
 def _short(number: float) -> str:
-    """A number in at most four characters."""
+    """Format a number in at most four characters."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * factor:
             scaled = number / factor
@@ -273,5 +276,5 @@ def _short(number: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text without what would move a terminal's cursor."""
+    """Return the text without characters that would move a terminal's cursor."""
     return "".join(one if one.isprintable() else "?" for one in text)

@@ -1,4 +1,4 @@
-"""`kvrelay up`: starts a cluster in a Ray that is there, and lets it run on."""
+"""`kvrelay up`: a cluster that starts in an existing Ray and runs on by itself."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _start(
 def make_spec(
     options: UpOptions, model: ModelFolder, namespace: str, *, debug: bool = False
 ) -> ControllerSpec:
-    """What the controller is told; Ray must be initialised."""
+    """Make the controller's specification; Ray must be initialised."""
     from kvrelay.deploy.controller.controller_spec import ControllerSpec
     from kvrelay.deploy.deployment import worker_configs
     from kvrelay.deploy.nodes.on_node import NODES_ADDRESS
@@ -115,7 +115,7 @@ def make_spec(
 
 
 def _with_digests(model: ModelFolder, progress: StartProgress) -> ModelFolder:
-    """The model with the digests of its files, by which nodes know a copy."""
+    """Return the model with the digests of its files, by which nodes recognise a copy."""
     from kvrelay.deploy.nodes.model_copy import files_of
 
     with progress.step("model", f"{model.name}: reading its digests") as step:
@@ -126,7 +126,7 @@ def _with_digests(model: ModelFolder, progress: StartProgress) -> ModelFolder:
 
 
 def _checkpoints(model: ModelFolder) -> tuple[Checkpoint, ...]:
-    """What nodes can have copies of, for as long as the cluster runs."""
+    """Return the checkpoints that nodes can copy for as long as the cluster runs."""
     draft = () if model.draft_path is None else ((model.draft_path, model.draft_files),)
     return ((model.path, model.files), *draft)
 

@@ -44,22 +44,22 @@ _CONTROLLER_LEASE_SECONDS: Final = 15.0
 
 
 class Cluster:
-    """A Ray actor for each worker, each under a supervisor; in the Ray that is initialised.
+    """A cluster's workers, each a Ray actor under a supervisor of its own. Ray must be initialised.
 
-    `discovery` lists the incarnations that are live, at every moment; `start` returns when
-    all workers are. Belongs to one event loop.
+    `discovery` always lists the live incarnations; `start` returns when all workers are live. A
+    cluster belongs to one event loop.
 
     Args:
-        configs: of the workers; their names differ.
-        plan: which nodes have room for which workers.
-        log_level: of the workers' processes, whose logs Ray prints in this process.
-        on_progress: is called, while the workers start for the first time, with the share of its
-            weights that each has read, by name; 1 once it has started.
-        store: says which controller is the latest one, and what those before have done; in this
-            process if not given, which is the only controller then.
-        on_deposed: is called when a later controller has begun: this one must do nothing any more.
-        on_broken: is called when an error that nobody expected has ended the renewal of this
-            controller's lease, without which the workers end one after the other.
+        configs: one for each worker; their names differ.
+        plan: says which nodes have room for which workers.
+        log_level: the level of the workers' logs, which Ray prints in this process.
+        on_progress: is called while the workers start for the first time. Its argument is the share
+            of its weights that each worker has read, by name; 1 once it has started.
+        store: says which controller is the latest one, and has its predecessors' records. If not
+            given, it lies in this process, whose controller is then the only one.
+        on_deposed: is called when a later controller has begun: this one must then do nothing more.
+        on_broken: is called when an unexpected error has ended the renewal of this controller's
+            lease. Without renewal the workers end one after the other.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Cluster:
         self._log_level = log_level
         self._on_progress = on_progress
         self._progress = {config.name: 0.0 for config in configs}
-        """Of workers that start for the first time."""
+        """The share of weights read, by worker name, while workers start for the first time."""
         self._members = Membership()
         self._deaths: RecordedDeaths | None = None
         self._plan = plan or PlacementPlan()
         self._placement = RayPlaces(self._plan)
         self._name = self._plan.namespace.rpartition("/")[2]
-        """Of the cluster; empty if it ends with its command."""
+        """The cluster's name; empty if it ends with its command."""
         self._store = store or InProcessStore()
         self._on_deposed = on_deposed
         self._leadership = Leadership(self._store, on_deposed, on_broken)
@@ -94,7 +94,7 @@ class Cluster:
         """Whether another controller had started the workers."""
         model = configs[0].model_name if configs else ""
         self.metrics = ControllerMetrics(model, self.discovery, self._wanted_roles)
-        """What became of the workers."""
+        """Metrics of the workers' starts, drains and ends."""
         drains = Drains(*(self._members, self._supervisors, lambda: self._written, self.metrics))
         self._turns = DrainTurns(self._members, lambda: drains.staying)
         self.workforce = Workforce(
@@ -107,7 +107,7 @@ class Cluster:
             journal=lambda: self._written,
             supervisor_of=self._supervisor_of,
         )
-        """Workers that come and go on request."""
+        """The part that scales, rolls and drains workers on request."""
         self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
@@ -124,7 +124,7 @@ class Cluster:
 
     @property
     def discovery(self) -> Discovery:
-        """What the router reads."""
+        """The list of workers that the router reads."""
         return self._members.discovery
 
     @property
@@ -133,10 +133,10 @@ class Cluster:
         return self._members.live
 
     async def start(self) -> None:
-        """Place and start every worker, or take over those of the controller before this one.
+        """Place and start every worker, or take over the previous controller's workers.
 
-        Raises ClusterError, in one line, for the first that does not start; nothing is left
-        running then. Workers that are taken over have started before: they run on if this fails.
+        Raises ClusterError, in one line, for the first worker that does not start; nothing is then
+        left running. Workers that are taken over have started before: they run on if this fails.
         """
         try:
             self._leases = leases = await self._leadership.begin(
@@ -164,8 +164,8 @@ class Cluster:
     async def stop(self) -> None:
         """End every worker, in good order where it can, and give its place back to Ray.
 
-        If a later controller has begun, they are its workers: nothing is done but `on_deposed`.
-        A cancellation is raised only when that is done: no process outlives its cluster.
+        If a later controller has begun, the workers are its own: only `on_deposed` is called. A
+        cancellation is raised only after the workers have ended: no process outlives its cluster.
         """
         await finished(self._stop())
 
@@ -193,13 +193,13 @@ class Cluster:
                 raise failure
 
     async def _leads(self, leases: Leases) -> bool:
-        """Whether the workers are this controller's, also if it has not heard of its successor."""
+        """Return whether the workers are this controller's, even if it knows of no successor."""
         if leases.is_given_up or self._journal is None:  # in the latter case there are none yet
             return not leases.is_given_up
         return await self._leadership.is_latest(leases)
 
     def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase, as `Administrator` says."""
+        """Drain a worker, and yield each phase; see `Administrator`."""
         return self.workforce.drain(worker, remove=remove)
 
     def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
@@ -223,7 +223,7 @@ class Cluster:
         self._members.shift_to(successor)
 
     async def state(self) -> ClusterState:
-        """The controller, and all workers that there are to be."""
+        """Return the controller's state and that of all workers that are wanted."""
         journal, leases = self._written, self._leases
         assert leases is not None
         return state_of(
@@ -237,13 +237,13 @@ class Cluster:
         await self._supervisors[worker].arm(faults)
 
     async def faults_fired(self, worker: str) -> int:
-        """How many of the faults that were armed last in that worker have happened."""
+        """Return how many of the faults that were last armed in that worker have happened."""
         return await self._supervisors[worker].faults_fired()
 
     # What the supervisors call, as `Watcher` says.
 
     def worker_starting(self, name: str, weights_read: float) -> None:
-        """Say so: of the cluster's start to who started it, of later ones in the log."""
+        """Report progress: at the cluster's start to `on_progress`, later in the log."""
         if self._progress.get(name, 1.0) == 1.0:
             what = "restarts" if name in self._supervisors else "starts"
             _log.info("%s %s: %.0f %% of its weights are read", name, what, 100 * weights_read)
@@ -252,27 +252,27 @@ class Cluster:
             self._on_progress(self._progress.copy())
 
     def worker_live(self, info: WorkerInfo) -> None:
-        """Let the router use it, and tell it of the deaths that it has missed."""
+        """Let the router use the worker, and tell it of the deaths that it has missed."""
         self.metrics.started(info)
         self._told.add_worker(info.incarnation)
         self._members.add_live(info)
         self._tell_of_deaths(info)
 
     def worker_draining(self, info: WorkerInfo) -> None:
-        """Let the router send it no more requests."""
+        """Let the router send the worker no more requests."""
         self.metrics.draining(info)
         self._members.add_draining(info)
 
     def worker_lost(self, info: WorkerInfo) -> None:
-        """Let the router use it no more."""
+        """Let the router use the worker no more."""
         self._members.remove_live(info)
 
     async def worker_started(self, started: Started) -> None:
-        """Write down who it is, before anybody can know."""
+        """Record the worker's identity before it can be known anywhere else."""
         await self._written.write_worker(started.info.name, started=started, draining=False)
 
     async def worker_dead(self, info: WorkerInfo, cause: WorkerEnd) -> None:
-        """Tell the others, which may now release what it could still have read or written."""
+        """Tell the other workers, which may now free memory that the dead one could access."""
         self.metrics.ended(info, cause)
         await self._told.add_death(info.incarnation)
         self._members.add_dead(info)
@@ -281,28 +281,28 @@ class Cluster:
         self._tell_all_of_deaths()
 
     async def worker_removed(self, name: str) -> None:
-        """Give its place to the next worker, or back to Ray."""
+        """Give the worker's place to the next worker, or back to Ray."""
         self._supervisors.pop(name, None)
         await self._written.remove_worker(name)
         self._placement.give_back(name)
         self._members.notify()
 
     def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
-        """Wait until few enough others of its role drain, or are missing."""
+        """Wait until few enough other workers of its role drain or are missing."""
         return self._turns.turn(info)
 
     def _wanted_roles(self) -> list[WorkerRole]:
-        """The roles of the workers that are to stay; any thread."""
+        """Return the roles of the workers that are to stay; any thread may call this."""
         return [one.role for one in list(self._supervisors.values()) if not one.removing]
 
     def _add_started(self) -> None:
-        """Let each worker that has started hear of every death, also before it has answered."""
+        """Let each worker that has started hear of every death, even before it has answered."""
         for record in self._written.workers.values():
             if record.started is not None:
                 self._told.add_worker(record.started.info.incarnation)
 
     def _tell_of_deaths(self, worker: WorkerInfo) -> None:
-        """Tell a worker of the deaths that it does not know of; what fails is tried again."""
+        """Tell a worker of the deaths that it does not know of; a failed attempt is repeated."""
         deaths = self._told
         dead = deaths.untold(worker.incarnation)
         if dead and worker.name in self._supervisors:
@@ -322,7 +322,7 @@ class Cluster:
                 await self._written.add_worker(WorkerRecord(config.name, config.role))
 
     async def _start_first(self) -> None:
-        """Start the workers that the cluster begins with, those excepted that run already."""
+        """Start the workers that the cluster begins with, except those that run already."""
         for role in WorkerRole:
             configs = [config for config in self._configs.first if config.role is role]
             await self._place(configs)
@@ -339,7 +339,7 @@ class Cluster:
             self._supervise(config, options)
 
     def _supervise(self, config: WorkerConfig, place: dict[str, Any]) -> WorkerSupervisor:
-        """Make a worker's actor, under the supervisor that is known from here on."""
+        """Make a worker's actor, under a supervisor that is registered from here on."""
         self._supervisors[config.name] = supervisor = self._supervisor_of(config, place)
         return supervisor
 
@@ -367,19 +367,19 @@ class Cluster:
         self._on_progress(self._progress.copy())
 
     async def _adopt_all(self, journal: Journal) -> None:
-        """Take over the workers of the controller before this one, and finish what it had begun."""
+        """Take over the previous controller's workers, and finish what it had begun."""
         adoption = WorkerAdoption(journal, self._placement, self._plan.namespace)
         await adoption.run(self._configs.of_record, self._supervise, self._told.was_known)
         self.workforce.resume(adoption.reserved)
 
     @property
     def _told(self) -> RecordedDeaths:
-        """The deaths that workers are told of."""
+        """The record of deaths that workers are told of."""
         assert self._deaths is not None, "the cluster was not started"
         return self._deaths
 
     @property
     def _written(self) -> Journal:
-        """What a successor is to know."""
+        """The journal, which a successor reads."""
         assert self._journal is not None, "the cluster was not started"
         return self._journal

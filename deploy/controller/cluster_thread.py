@@ -29,15 +29,15 @@ _log = logging.getLogger(__name__)
 
 
 class ClusterThread:
-    """Runs a `Cluster` in a thread, so that no stall of the caller's event loop delays it.
+    """A `Cluster` that runs in a thread of its own: no stall of the caller's event loop delays it.
 
-    What it lists is handed over to the caller's loop, where all of its methods are to be called.
-    Enter it there: all workers have then started. At its end all of them have ended.
+    Its lists are handed over to the caller's loop, on which all methods are to be called. Enter it
+    there: all workers have then started. When the context is left, all have ended.
 
     Args:
-        configs: of the workers; their names differ.
-        plan: which nodes have room for which workers.
-        log_level: of the workers' processes.
+        configs: one for each worker; their names differ.
+        plan: says which nodes have room for which workers.
+        log_level: the level of the workers' logs.
         on_progress: is called on the caller's loop; see `Cluster`.
     """
 
@@ -60,7 +60,7 @@ class ClusterThread:
         self._workers: Mapping[str, WorkerInfo] = MappingProxyType({})
 
     async def __aenter__(self) -> Self:
-        """Start every worker. Raises what `Cluster.start` raises; nothing is left running then."""
+        """Start every worker. Raises the errors of `Cluster.start`; nothing is then left."""
         self._home = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._home.create_future()
         self._ended = asyncio.Event()
@@ -85,21 +85,21 @@ class ClusterThread:
 
     @property
     def discovery(self) -> Discovery:
-        """What the router reads."""
+        """The list of workers that the router reads."""
         return self._discovery
 
     @property
     def workers(self) -> Mapping[str, WorkerInfo]:
-        """The live incarnations by worker name, as `discovery` has them."""
+        """The live incarnations by worker name, as `discovery` lists them."""
         return self._workers
 
     @property
     def metrics(self) -> Collector:
-        """What became of the workers; any thread."""
+        """Metrics of the workers' starts, drains and ends; any thread may read them."""
         return self._cluster.metrics.registry
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase, as `Administrator` says."""
+        """Drain a worker, and yield each phase; see `Administrator`."""
         async for step in self._steps(self._cluster.drain(worker, remove=remove)):
             yield step
 
@@ -114,15 +114,15 @@ class ClusterThread:
             yield step
 
     async def shift(self, successor: str) -> None:
-        """Refuse it; see `Administrator`."""
+        """Raise CannotShift: the router ends with the cluster; see `Administrator`."""
         raise CannotShift("this cluster has its router in its own process, and ends with it")
 
     async def state(self) -> ClusterState:
-        """The controller, and all workers that there are to be."""
+        """Return the controller's state and that of all workers that are wanted."""
         return await self.call(Cluster.state)
 
     async def _steps(self, steps: AsyncIterator[T]) -> AsyncIterator[T]:
-        """What an iterator of the supervisors' loop yields."""
+        """Yield each step of an iterator that runs on the supervisors' loop."""
 
         async def next_step() -> T | None:
             step = await anext(steps, None)
@@ -177,13 +177,13 @@ class ClusterThread:
                 self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the caller's loop what the cluster lists now."""
+        """Give the caller's loop the workers that the cluster lists now."""
         listed = self._cluster.discovery
         endpoints, awaited = tuple(listed.endpoints()), tuple(listed.awaited())
         self._tell(self._take_over, endpoints, awaited, dict(self._cluster.workers))
 
     def _tell(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function on the caller's loop, soon, unless that has ended."""
+        """Schedule a function on the caller's loop, unless that has ended."""
         with contextlib.suppress(RuntimeError):
             self._home.call_soon_threadsafe(function, *args)
 
@@ -199,7 +199,7 @@ class ClusterThread:
         self._discovery.replace(endpoints, awaited)
 
     def _fail(self, error: BaseException) -> None:
-        """The thread ends because it was cancelled, or because of an error."""
+        """Report why the thread ends: it was cancelled, or an error has ended it."""
         if not self._started.done():
             self._started.set_exception(error)
         elif not isinstance(error, asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""The Ray actor that a detached controller lives in: it outlives the command that started it."""
+"""The Ray actor of a detached controller, which outlives the command that started it."""
 
 from __future__ import annotations
 
@@ -32,49 +32,49 @@ from kvrelay.router.errors import StartError
 
 _log = logging.getLogger(__name__)
 _DEPOSED: Final = 73
-"""The exit status; Ray takes it for a crash, and starts another process."""
+"""The exit status of a deposed controller; Ray takes it for a crash, and starts another process."""
 _LISTEN_AGAIN_SECONDS: Final = 0.5
 
 
 class Stage(StrEnum):
-    """How far a controller has come."""
+    """A stage in the life of a controller."""
 
     STARTING = "starting"
     """It starts the workers, or takes them over."""
     LEADING = "leading"
     """It listens, and all workers are there or on their way."""
     FAILED = "failed"
-    """The first workers did not start, and nothing of them is left."""
+    """The first workers did not start, and none of their processes is left."""
     STOPPED = "stopped"
     """It has ended all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerReport:
-    """What a controller says to the commands that start and stop it."""
+    """A controller's report to the commands that start and stop it."""
 
     stage: Stage
     pid: int
     address: str = ""
-    """Where it listens."""
+    """The address at which it listens."""
     metrics_address: str = ""
-    """Where Prometheus reads."""
+    """The address at which Prometheus reads its metrics."""
     reason: str = ""
-    """Why it has failed."""
+    """The reason why it has failed."""
     progress: Mapping[str, float] = field(default_factory=dict)
     """The share of its weights that each worker has read, at the first start."""
 
 
 class ControllerHost:
-    """Leads a cluster on a thread of its own, from when its process begins.
+    """The host of a cluster's controller, which it runs on a thread from its process's start.
 
-    Ray calls nothing when it starts a process anew, so the constructor does all. Every method may
-    be called again after the process has died in between.
+    Ray calls no method when it restarts a process, so the constructor does everything. A method may
+    be called again if the process has died meanwhile.
 
     Args:
-        namespace: the cluster's, of its store and its actors.
-        log_level: of the controller's log.
-        log_format: of the controller's log.
+        namespace: Ray's namespace of the cluster's store and actors.
+        log_level: the level of the controller's log.
+        log_format: the format of the controller's log.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class ControllerHost:
         threading.Thread(target=self._lead_until_stopped, name="controller", daemon=True).start()
 
     def __repr__(self) -> str:
-        """Ray puts this before each line of the controller's log."""
+        """Return what Ray prints before each line of the controller's log."""
         return "controller"
 
     async def report(self) -> ControllerReport:
-        """How far it has come."""
+        """Return the controller's stage, addresses and progress."""
         return self._report
 
     async def stop(self) -> None:
@@ -100,18 +100,18 @@ class ControllerHost:
         self._loop.call_soon_threadsafe(self._stop.set)
 
     async def process(self) -> ProcessIdentity | None:
-        """This process, among all; None where the system does not say it."""
+        """Return this process's identity on its machine; None where the system does not tell it."""
         try:
             return ProcessIdentity.of_this_process()
         except OSError:
             return None
 
     def make_store(self) -> KeyValueStore:
-        """The cluster's store."""
+        """Make the cluster's store."""
         return RayStore.of_this_process(self._namespace)
 
     def _lead_until_stopped(self) -> None:
-        """On the thread. An error that nobody expected ends the process: the next one goes on."""
+        """Lead on the thread; an unexpected error ends the process, and the next one goes on."""
         try:
             asyncio.set_event_loop(self._loop)
             self._loop.run_until_complete(self._lead())
@@ -164,7 +164,7 @@ class ControllerHost:
         self._say(Stage.STOPPED)
 
     async def _started_before_stop(self, cluster: Cluster) -> bool:
-        """Start the cluster, unless it is to stop meanwhile: then it has stopped."""
+        """Start the cluster; return False, with the cluster stopped, if it is to stop meanwhile."""
         starting = asyncio.create_task(cluster.start())
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -182,9 +182,9 @@ class ControllerHost:
     async def _listen(
         self, undo: contextlib.AsyncExitStack, spec: ControllerSpec, cluster: Cluster
     ) -> tuple[str, str]:
-        """Serve operators, routers and Prometheus; where.
+        """Serve operators, routers and Prometheus; return the two addresses.
 
-        A port may be in use for as long as a predecessor ends.
+        A port may be in use until a predecessor has ended.
         """
         while True:
             try:
@@ -215,7 +215,7 @@ class ControllerHost:
 async def _serve(
     undo: contextlib.AsyncExitStack, spec: ControllerSpec, cluster: Cluster
 ) -> tuple[str, str]:
-    """Listen for operators, routers and Prometheus. Raises StartError."""
+    """Listen for operators, routers and Prometheus; return the two addresses. Raises StartError."""
     guards = []
     if spec.auth_token_file is not None:
         tokens = _tokens(spec.auth_token_file)

@@ -1,7 +1,7 @@
 """The controller's metrics: all are declared here, each in one place.
 
-Of a worker that ends, its own metrics are gone before anybody has read them; what became of it is
-counted here. `METRICS` lists them all; docs/metrics.md is generated from it.
+A worker's own metrics end with it, before Prometheus has read them; so its end is counted here.
+`METRICS` lists them all; docs/metrics.md is generated from it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ ROLL_STEP_SECONDS: Final = METRICS.collected(
     "controller went on with it; 0 while none is under way",
 )
 _OUTCOMES: Final = ("done", "undone", "stopped")
-"""Of rolls."""
+"""The possible outcomes of a roll."""
 
 
 class ControllerMetrics(Instruments, Collector):
@@ -91,7 +91,7 @@ class ControllerMetrics(Instruments, Collector):
     Args:
         model: the served model's name.
         discovery: lists the workers; its lists are read by the scraper's thread.
-        wanted: the roles of the workers that the cluster is to have; any thread.
+        wanted: returns the roles of the workers that the cluster is to have; on any thread.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class ControllerMetrics(Instruments, Collector):
         self._running: set[str] = set()
         self._draining: set[str] = set()
         self._roll: tuple[Roll | None, float] = (None, 0.0)
-        """What is under way or has stopped, and when it came so far."""
+        """The roll that is under way or has stopped, and the time of its last step."""
         for outcome in _OUTCOMES:
             self.show(ROLLS, outcome=outcome)
         self.registry.register(self)
 
     def started(self, info: WorkerInfo) -> None:
-        """An incarnation is ready; it is counted once however often this is said."""
+        """Count an incarnation that is ready; repeated calls count once."""
         if info.incarnation in self._running:
             return
         self._running.add(info.incarnation)
@@ -120,31 +120,34 @@ class ControllerMetrics(Instruments, Collector):
             self.show(ENDS, role=info.role.value, worker=info.name, cause=cause.value)
 
     def draining(self, info: WorkerInfo) -> None:
-        """An incarnation drains; it is counted once however often this is said."""
+        """Count an incarnation that begins to drain; repeated calls count once."""
         if info.incarnation in self._running - self._draining:
             self._draining.add(info.incarnation)
             self.count(DRAINS, role=info.role.value, worker=info.name)
 
     def ended(self, info: WorkerInfo, cause: WorkerEnd) -> None:
-        """An incarnation's process has ended."""
+        """Count an incarnation whose process has ended."""
         self._running.discard(info.incarnation)
         self._draining.discard(info.incarnation)
         self.count(ENDS, role=info.role.value, worker=info.name, cause=cause.value)
 
     def rolling(self, roll: Roll | None) -> None:
-        """A roll is under way, has come so far, or has stopped; None: there is none."""
+        """Note the state of a roll that is under way or has stopped; None: there is none."""
         before, _ = self._roll
         if roll is not None and roll.failed and before is not None and not before.failed:
             self.count(ROLLS, outcome="stopped")
         self._roll = (roll, time.monotonic())
 
     def rolled(self, *, back: bool) -> None:
-        """A roll has replaced all workers; `back`: by such with the options before it."""
+        """Count a roll that has replaced all workers.
+
+        back: the new workers have the options from before the roll.
+        """
         self.count(ROLLS, outcome="undone" if back else "done")
         self.rolling(None)
 
     def collect(self) -> Iterator[MetricFamily]:
-        """Yield the metrics whose values are read from the lists; any thread."""
+        """Yield the metrics whose values are read from the lists; any thread may call this."""
         families: dict[Metric, GaugeMetricFamily] = {
             metric: GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             for metric in METRICS
@@ -155,7 +158,7 @@ class ControllerMetrics(Instruments, Collector):
         yield from families.values()
 
     def _values(self) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
-        """The value and the own labels of each metric that is collected."""
+        """Yield value and own labels of each metric that is collected."""
         listed, awaited = self._discovery.endpoints(), self._discovery.awaited()
         wanted = Counter(self._wanted())
         for role in sorted(wanted | Counter(one.role for one in (*listed, *awaited))):

@@ -1,4 +1,4 @@
-"""What a detached controller is told, as it lies in the store."""
+"""The specification of a detached controller, as it is kept in the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrelay.wire.version import VERSION as KVRELAY_VERSION
 
 VERSION: Final = 1
 SPEC: Final = "spec"
-"""The store's key. Who writes it first has the cluster's name."""
+"""The store's key of the specification. The first process to write it claims the cluster's name."""
 WHERE: Final = "controller"
 """The store's key of the address at which the present controller listens."""
 FAILED: Final = "failed"
@@ -27,32 +27,32 @@ FAILED: Final = "failed"
 
 @dataclass(frozen=True, slots=True)
 class ControllerSpec:
-    """The workers of a cluster, and where its controller listens."""
+    """The workers of a cluster, and the addresses of its controller."""
 
     cluster_name: str
     configs: tuple[WorkerConfig, ...]
-    """Of the workers that the cluster begins with."""
+    """The configurations of the workers that the cluster begins with."""
     plan: PlacementPlan
     log_level: int
     port: int = 0
-    """Where the controller listens, at its node's address; 0: at any free port."""
+    """The port at which the controller listens, at its node's address; 0: any free port."""
     advertised: Mapping[str, str] = field(default_factory=dict)
-    """Hosts by node, as for workers."""
+    """The advertised host of each node, as for workers."""
     tls: TlsFiles | None = None
-    """What the controller shows to routers and operators."""
+    """The files of the certificate that the controller shows to routers and operators."""
     auth_token_file: Path | None = None
     metrics_host: str = NODES_ADDRESS
     metrics_port: int = 0
-    """Where Prometheus reads the controller's metrics, and which others there are."""
+    """The port at which Prometheus reads the controller's metrics and its list of targets."""
 
     def to_bytes(self) -> bytes:
-        """For the store."""
+        """Encode the specification for the store."""
         head = {"version": VERSION, "kvrelay": KVRELAY_VERSION}
         return json.dumps(head).encode() + b"\n" + pickle.dumps(self)
 
     @classmethod
     def from_bytes(cls, text: bytes) -> ControllerSpec:
-        """From the store. Raises ClusterError for what another version has written."""
+        """Decode a specification. Raises ClusterError if another version has written it."""
         line, _, body = text.partition(b"\n")
         head = json.loads(line)
         writer = head.get("kvrelay")

@@ -1,4 +1,4 @@
-"""Starts and ends a detached controller, in the Ray that is initialised."""
+"""The start and the end of a detached controller, in the Ray that is initialised."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvrelay.wire.worker_info import WorkerRole
 CONTROLLER: Final = "controller"
 """The actor's name, in the cluster's namespace."""
 _HEAD: Final = {"node:__internal_head__": 0.001}
-"""A resource that Ray's head alone has: where that is lost, everything is."""
+"""A resource that only Ray's head node has: if that node is lost, so is the whole Ray cluster."""
 _LOOK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 10.0
 _STOP_SECONDS: Final = 120.0
-"""For a controller to end all workers in good order."""
+"""The time that a controller has to end all workers in good order."""
 
 
 async def bring_up(
@@ -44,9 +44,10 @@ async def bring_up(
 ) -> ControllerReport:
     """Start a cluster, as `start_controller` does, and wait until its controller leads.
 
-    If its workers do not start, the cluster is ended, whoever has begun it: it would keep its name
-    else. If this is cut off, by a cancellation or because Ray does not answer, it is ended unless
-    it ran before. Raises ClusterError, in one line; StoreError or RayError if Ray does not answer.
+    If its workers do not start, the cluster is ended, even if another command began it: otherwise
+    its name would stay taken. If this call is cancelled, or Ray does not answer, the cluster is
+    ended unless it ran before. Raises ClusterError, in one line; StoreError or RayError if Ray does
+    not answer.
     """
     starting = asyncio.create_task(
         start_controller(store, namespace, spec, host, checkpoints=checkpoints)
@@ -64,9 +65,9 @@ async def bring_up(
 async def _end_begun(
     starting: asyncio.Task[bool], store: KeyValueStore, namespace: str, *, failed: bool
 ) -> None:
-    """End what `start_controller` has begun, once that has returned; it undoes itself if it fails.
+    """End what `start_controller` has begun, once that has returned; it undoes its own failure.
 
-    A cluster that has failed is ended though it is not new.
+    A cluster that has failed is ended even if it is not new.
     """
     await asyncio.wait({starting})
     if starting.exception() is None and (starting.result() or failed):
@@ -81,19 +82,19 @@ async def start_controller(
     *,
     checkpoints: Sequence[Checkpoint] = (),
 ) -> bool:
-    """Let a cluster be, and its controller start; returns at once.
+    """Write down a cluster's specification and start its controller; return at once.
 
-    Raises ClusterError if another cluster has the name. Whatever it raises, it has begun nothing.
+    Raises ClusterError if another cluster has the name. After any error nothing is left begun.
 
     Args:
-        store: the cluster's.
-        namespace: of its actors.
-        spec: what it is to be.
+        store: the cluster's store.
+        namespace: Ray's namespace of the cluster's actors.
+        spec: the specification of its workers and its controller.
         host: the controller's class.
-        checkpoints: what every node can have copies of, from this machine.
+        checkpoints: the files of this machine that every node can copy.
 
     Returns:
-        whether the cluster is new: False if this very one runs already.
+        whether the cluster is new: False if exactly this one runs already.
     """
     is_new = await _claim_name(store, namespace, spec)
     try:
@@ -108,7 +109,7 @@ async def start_controller(
 
 
 async def _claim_name(store: KeyValueStore, namespace: str, spec: ControllerSpec) -> bool:
-    """Write down what the cluster is to be; returns whether it is new, False if it runs already.
+    """Write down the cluster's specification; return True if it is new, False if it runs already.
 
     Raises ClusterError if another cluster has the name.
     """
@@ -146,7 +147,7 @@ def _place_controller(namespace: str, spec: ControllerSpec, host: type[Controlle
 async def until_leading(
     namespace: str, on_report: Callable[[ControllerReport], object] = lambda report: None
 ) -> ControllerReport:
-    """Wait until a controller leads, in this process or the next.
+    """Wait until a controller leads, in its present process or a later one.
 
     Raises ClusterError, in one line, if its workers do not start.
     """
@@ -167,10 +168,10 @@ async def until_leading(
 
 
 async def end_cluster(store: KeyValueStore, namespace: str) -> bool:
-    """End a cluster: its workers, its controller, its places and its keys, and nothing else.
+    """End a cluster's workers, controller, places and keys, and nothing else.
 
-    Ends what was left without a controller, too, but nothing of a `kvrelay serve`.
-    Returns when the processes that can be observed from here have ended. False: there is none.
+    What a lost controller has left is ended, too, but nothing of a `kvrelay serve`. Returns when
+    the processes that can be observed from here have ended; False if there is no cluster.
     """
     controller = await asyncio.to_thread(named_actor, namespace, CONTROLLER)
     if controller is None and await store.get(SPEC) is None:
@@ -196,7 +197,7 @@ async def end_cluster(store: KeyValueStore, namespace: str) -> bool:
 
 
 async def _is_as_asked(there: ControllerSpec, asked: ControllerSpec, store: KeyValueStore) -> bool:
-    """Whether a cluster was started as asked, or its workers have got these options by a roll."""
+    """Return whether a cluster was started with this specification, or has got it by a roll."""
     if there == asked:
         return True
     records = await read_records(store)
@@ -214,7 +215,7 @@ def _has_workers(namespace: str) -> bool:
 
 
 def _names_of_detached_actors(namespace: str) -> list[str]:
-    """Those that `kvrelay serve` has started end with it, and are none of these."""
+    """Return the names of the actors that outlive their command, so none of `kvrelay serve`."""
     return [name for name in _names_of_actors(namespace) if _is_detached(namespace, name)]
 
 
@@ -232,7 +233,10 @@ def _names_of_actors(namespace: str) -> list[str]:
 
 
 async def _stop(controller: Any) -> WorkerProcess | None:
-    """Let a controller end its workers in good order; its process. It may not answer any more."""
+    """Let a controller end its workers in good order; return its process.
+
+    None: it does not answer, or its process cannot be observed from here.
+    """
     process = None
     with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
         async with asyncio.timeout(_STOP_SECONDS):

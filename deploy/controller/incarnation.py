@@ -26,14 +26,14 @@ _TELL_AGAIN_SECONDS: Final = 0.2
 
 
 class Incarnation:
-    """Waits for the end of a worker's process, however it comes, and for its proof.
+    """One process of a worker under observation: its end is noticed, however it comes, and proven.
 
     Args:
-        started: the incarnation, which has just said so; it may have died since.
-        actor: the worker's.
-        silence_seconds: without an answer after which the process is killed.
-        leases: of the controller; the worker's is renewed with every sign of life.
-        watcher: is told when the worker drains, and gives it its turn to.
+        started: the incarnation's report of its start; it may have died since.
+        actor: the worker's actor.
+        silence_seconds: the time without an answer after which the process is killed.
+        leases: the controller's leases; the worker's is renewed with every sign of life.
+        watcher: is told when the worker drains, and gives it its turn to drain.
     """
 
     def __init__(
@@ -50,22 +50,22 @@ class Incarnation:
         self._leases = leases
         self._watcher = watcher
         self.cause = WorkerEnd.LOST
-        """Of its end, as far as it is known."""
+        """The cause of its end, as far as it is known."""
         self._killed = False
         self._stamp: float | None = None
-        """For the next renewal; a false alarm does not lose it."""
+        """The worker's stamp for the next renewal; a false alarm does not lose it."""
         self._identity = started.process
-        """Of the process, if the worker can say it, on whatever machine it is."""
+        """The identity of the process on its machine, if the worker can tell it."""
         self._process = None if self._identity is None else WorkerProcess.find(self._identity)
-        """None: it cannot be observed from here."""
+        """The process; None: it cannot be observed from here."""
         self._call: asyncio.Task[str] | None = None
-        """Lasts until Ray has noticed that the process has ended."""
+        """The call that lasts until Ray has noticed the end of the process."""
         leases.heard(self.info.incarnation, leases.clock())
 
     async def drain(self) -> None:
-        """Let the worker drain; its process may have ended instead.
+        """Let the worker drain; return at once if its process has ended instead.
 
-        Raises RayError if it cannot be told. It may drain all the same.
+        Raises RayError if the call fails; the worker may drain all the same.
         """
         give_up_at = time.monotonic() + self._silence_seconds
         while True:
@@ -83,9 +83,9 @@ class Incarnation:
                 return
 
     async def answers(self) -> bool:
-        """Ask a worker that another controller has started whether it is there.
+        """Ask a worker that another controller has started whether it still runs.
 
-        If it is, it follows this controller from now on.
+        If it does, it follows this controller from now on.
         """
         incarnation, leases = self.info.incarnation, self._leases
         renewal = leases.renew(incarnation, self._stamp, leases.clock())
@@ -102,7 +102,7 @@ class Incarnation:
             answer.cancel()
 
     async def lost(self) -> str:
-        """Wait until the process has ended, is not reachable, or was killed; returns why."""
+        """Wait until the process has ended, is unreachable, or was killed; return why."""
         if self._call is not None:
             self._call.cancel()
         self._call = asyncio.create_task(self._call_ended())
@@ -128,9 +128,9 @@ class Incarnation:
     async def has_died(self) -> bool:
         """Wait until the process of a lost incarnation has provably ended, or answers again.
 
-        Where the process cannot be observed, the worker's next process may see its end; else the
-        incarnation does not serve any more when its lease is over. One that has drained had
-        stopped serving before it said so.
+        Where the process cannot be observed, the worker's next process may see its end. Otherwise
+        the end of its lease is the proof: it then serves no more. A drained incarnation had stopped
+        serving before it reported so. Returns False if it answers again.
         """
         process = self._process
         if process is None and self.cause is WorkerEnd.DRAINED:
@@ -153,7 +153,7 @@ class Incarnation:
             await _cancel(ended, answer)
 
     async def _has_left(self, asking: Coroutine[Any, Any, WorkerInfo | None]) -> bool:
-        """Wait as `has_died` does, for a process that cannot be observed from here."""
+        """Do the work of `has_died` for a process that cannot be observed from here."""
         over, answer = asyncio.create_task(self._lease_over()), asyncio.create_task(asking)
         try:
             await asyncio.wait({over, answer}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,18 +178,18 @@ class Incarnation:
             ending.cancel()
 
     async def _lease_over(self) -> None:
-        """Wait until the lease, which nobody renews meanwhile, has surely run out."""
+        """Wait until the lease, which nothing renews meanwhile, has surely run out."""
         incarnation = self.info.incarnation
         await asyncio.sleep(self._leases.over_at(incarnation) - self._leases.clock())
         await self._leases.until_over(incarnation)
 
     async def until_ray_knows(self) -> None:
-        """Wait until Ray has noticed the end, too: a call before that takes seconds longer."""
+        """Wait until Ray has noticed the end as well: an earlier call takes seconds longer."""
         if self._call is not None:
             await is_done_within(self._call, self._silence_seconds)
 
     def close(self) -> None:
-        """Observe the process no more."""
+        """Stop observing the process."""
         self._leases.forget(self.info.incarnation)
         if self._call is not None:
             self._call.cancel()
@@ -197,16 +197,15 @@ class Incarnation:
             self._process.close()
 
     async def end(self, seconds: float) -> None:
-        """Kill the process and wait for its end, if it can be observed, but not for longer."""
+        """Kill the process, if it can be observed, and wait at most `seconds` for its end."""
         if self._process is not None:
             await self._process.end(seconds)
         self.close()
 
     async def _silent(self) -> str:
-        """Wait until the worker does not answer any more, and kill its process then.
+        """Wait until the worker no longer answers, then kill its process; return the reason.
 
-        Ends a process that was stopped, too. Renews the lease as long as it answers. Returns the
-        reason.
+        This also ends a process that was suspended. The lease is renewed as long as it answers.
         """
         incarnation = self.info.incarnation
         lease_seconds = self._leases.times.worker_seconds
@@ -229,7 +228,7 @@ class Incarnation:
             await asyncio.sleep(min(self._silence_seconds / 3, lease_seconds / 4))
 
     async def _process_ended(self) -> str:
-        """Wait until the system says that the process has ended; returns the reason."""
+        """Wait until the system reports the end of the process; return the reason."""
         if self._process is None:
             await asyncio.Event().wait()
         else:
@@ -237,7 +236,7 @@ class Incarnation:
         return "its process died"
 
     async def _call_ended(self) -> str:
-        """Wait for the end of a call that lasts as long as the process; returns the reason."""
+        """Wait for the end of a call that lasts as long as the process; return the reason."""
         try:
             await self._actor.call(WorkerHost.watch, self.info.incarnation)
         except ray.exceptions.RayError as error:
@@ -250,7 +249,7 @@ class Incarnation:
                 self._watcher.worker_draining(self.info)
 
     async def _drain_for_old_quarantine(self) -> None:
-        """Let the worker drain when its memory is in quarantine for too long, in its turn."""
+        """Let the worker drain, in its turn, when its memory is in quarantine for too long."""
         incarnation = self.info.incarnation
         try:
             while await self._actor.call(WorkerHost.quarantine_too_old, incarnation):
@@ -264,7 +263,7 @@ class Incarnation:
             _log.error("%s cannot drain for its quarantine: %s", incarnation, reason_of(error))
 
     async def _hear_last_word(self) -> None:
-        """Learn why the process is about to end by itself; it waits until it was heard."""
+        """Learn why the process is about to end by itself; it waits until the cause was heard."""
         with contextlib.suppress(ray.exceptions.RayError):
             incarnation = self.info.incarnation
             self.cause = await self._actor.call(WorkerHost.last_word, incarnation)

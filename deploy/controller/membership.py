@@ -1,4 +1,4 @@
-"""Which incarnations of a cluster's workers live, drain or have died."""
+"""The incarnations of a cluster's workers: those that live, drain or have died."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvrelay.wire.worker_info import WorkerInfo
 
 
 class Membership:
-    """Keeps the list that a router reads (`discovery`) in step with every change.
+    """The list that a router reads (`discovery`), kept in step with every change.
 
-    A worker that drains stays in the list until its successor is live, so that the requests
-    which nobody else can take know that there will be one. One that is lost is awaited until
-    then, for the same reason. Belongs to one event loop.
+    A worker that drains stays in the list until its successor is live. So requests that no other
+    worker can take know that there will be one. A lost worker is listed as awaited until then, for
+    the same reason. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class Membership:
         return MappingProxyType(self._live)
 
     def add_live(self, info: WorkerInfo) -> None:
-        """An incarnation can be used; another one that drained has its successor.
+        """Add an incarnation that can be used; its predecessor, if that drained, is replaced.
 
-        One that drains, and could not be reached for a while, drains still.
+        An incarnation that drains, and was unreachable for a while, still drains.
         """
         if self._draining.get(info.name) != info:
             self._draining.pop(info.name, None)
@@ -48,40 +48,40 @@ class Membership:
         self._publish()
 
     def remove_live(self, info: WorkerInfo) -> None:
-        """An incarnation cannot be reached any more; its successor is awaited."""
+        """Remove an incarnation that cannot be reached any more, and await its successor."""
         del self._live[info.name]
         self._awaited[info.name] = info
         self._publish()
 
     def is_draining(self, name: str) -> bool:
-        """Whether the worker drains, or has drained and has no successor yet."""
+        """Return whether the worker drains, or has drained and has no successor yet."""
         return name in self._draining
 
     def add_draining(self, info: WorkerInfo) -> None:
-        """An incarnation takes no more requests."""
+        """Mark an incarnation that takes no more requests."""
         self._draining[info.name] = info
         self._publish()
 
     def remove_awaited(self, info: WorkerInfo) -> None:
-        """An incarnation that is lost will have no successor."""
+        """Stop awaiting the successor of a lost incarnation."""
         self._awaited.pop(info.name, None)
         self.remove_draining(info)
         self._publish()
 
     def remove_draining(self, info: WorkerInfo) -> None:
-        """An incarnation does not drain after all."""
+        """Unmark an incarnation that does not drain after all."""
         if self._draining.get(info.name) == info:
             del self._draining[info.name]
             self._publish()
 
     def add_dead(self, info: WorkerInfo) -> None:
-        """An incarnation's process has ended."""
+        """Note that an incarnation's process has ended."""
         if self._running.get(info.name) == info:
             del self._running[info.name]
         self._publish()
 
     def clear(self) -> None:
-        """No worker is left."""
+        """Forget all workers, when none is left."""
         self._live.clear()
         self._awaited.clear()
         self._draining.clear()
@@ -89,7 +89,7 @@ class Membership:
         self._publish()
 
     def shift_to(self, successor: str) -> None:
-        """Routers are to send new requests to the workers of another cluster's controller."""
+        """Let routers send new requests to the workers of another cluster's controller."""
         self._discovery.shift_to(successor)
 
     async def changed(self) -> None:
@@ -97,7 +97,7 @@ class Membership:
         await self._discovery.changed()
 
     def notify(self) -> None:
-        """Let those who wait for a change look again."""
+        """Let tasks that wait for a change look again."""
         self._publish()
 
     async def until_dead(self, info: WorkerInfo) -> None:
@@ -106,7 +106,7 @@ class Membership:
             await self.changed()
 
     async def until_live(self, name: str) -> WorkerInfo:
-        """Wait until the worker has a live incarnation, which is returned."""
+        """Wait until the worker has a live incarnation, and return it."""
         while name not in self._live:
             await self.changed()
         return self._live[name]

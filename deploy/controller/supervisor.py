@@ -1,4 +1,4 @@
-"""Keeps one worker running, and says which incarnation of it there is."""
+"""The supervision of one worker: it is kept running, and its present incarnation is reported."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from kvrelay.wire.worker_info import WorkerInfo
 _log = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 10.0
 _PROGRESS_SECONDS: Final = 1.0
-"""Between two reports of a worker that starts."""
+"""The time between two reports of a starting worker's progress."""
 
 
 class WorkerSupervisor:
-    """Starts a worker's actor, then replaces the worker whenever it dies, until it is stopped.
+    """The supervisor of one worker: it starts the actor, and replaces the worker whenever it dies.
 
-    A process that ends is noticed by the system's word (`WorkerProcess`), or by a call that lasts
-    as long as the process (`watch`); one that runs but does not answer is noticed by the worker's
-    heartbeat, and killed.
+    It notices the end of a process from the system (`WorkerProcess`), or from a call that lasts as
+    long as the process (`watch`). A process that runs without answering misses heartbeats, and is
+    killed.
 
     Args:
-        config: what the worker is to be, in every incarnation. A heartbeat is asked for three
-            times within its `worker_timeout`.
-        placement: where Ray is to place the actor and what it takes there.
-        log_level: of the worker's process.
-        leases: the worker's is renewed as long as it answers.
+        config: the worker's configuration in every incarnation. Three heartbeats are requested
+            within its `worker_timeout`.
+        placement: Ray's options: where the actor runs and which resources it takes there.
+        log_level: the level of the worker's log.
+        leases: the controller's leases; the worker's is renewed as long as it answers.
         watcher: is told of every change.
     """
 
@@ -56,7 +56,7 @@ class WorkerSupervisor:
         self.name = config.name
         self.role = config.role
         self.removing = False
-        """No other incarnation follows this one."""
+        """Whether no other incarnation follows this one."""
         self._timeout = config.worker_timeout
         self._start_seconds = start_seconds(config)
         self._leases = leases
@@ -69,11 +69,11 @@ class WorkerSupervisor:
     async def start(self, check: Callable[[WorkerInfo], None] = lambda info: None) -> WorkerInfo:
         """Start the worker's first incarnation and begin to follow it.
 
-        Raises ClusterError, in one line, if it does not start, or not in time: what stops the
-        first one would stop every other, so it is not tried again.
+        Raises ClusterError, in one line, if it does not start in time. There is no second attempt:
+        the same cause would stop every other incarnation.
 
         Args:
-            check: raises ClusterError if it is not to be, before anybody knows of it.
+            check: raises ClusterError to refuse the worker before it is made known.
         """
         started = await self._first_start()
         check(started.info)
@@ -84,13 +84,14 @@ class WorkerSupervisor:
         return life.info
 
     async def adopt(self, record: WorkerRecord, *, dead: bool) -> None:
-        """Go on with the worker that another controller has started, and begin to follow it.
+        """Take over the worker that another controller has started, and begin to follow it.
 
-        Returns when it has answered, or has not in time: then it is lost, and followed as such.
+        Returns when it has answered, or when its time is over: then it is lost, and followed as
+        such.
 
         Args:
-            record: of the worker, with its incarnation.
-            dead: the incarnation's process is known to have ended.
+            record: the worker's record, with its incarnation.
+            dead: whether the incarnation's process is known to have ended.
         """
         assert record.started is not None
         life = self._begin(record.started)
@@ -105,12 +106,11 @@ class WorkerSupervisor:
         self._go_on(self._follow(life, lost=not answers, dead=dead, drains=record.draining))
 
     def tell_of_deaths(self, incarnations: Sequence[str], on_told: Callable[[], None]) -> None:
-        """Tell the worker that other workers' processes have ended; does not wait.
+        """Tell the worker that other workers' processes have ended; do not wait.
 
         Args:
-            incarnations: the others'.
-            on_told: called when the worker has understood; a worker that cannot be reached has
-                not.
+            incarnations: the incarnations that have ended.
+            on_told: is called when the worker has acknowledged it.
         """
         telling = asyncio.create_task(self._tell(incarnations, on_told))
         self._telling.add(telling)
@@ -119,11 +119,11 @@ class WorkerSupervisor:
     async def drain(self, *, remove: bool) -> None:
         """Begin to drain the worker, whose process then ends; the watcher is told.
 
-        To drain one that drains already changes nothing, except that it can still be removed.
-        Raises ClusterError if the worker cannot be told.
+        A second drain changes nothing, except that the worker can still be removed. Raises
+        ClusterError if the call fails.
 
         Args:
-            remove: no other incarnation follows.
+            remove: whether no other incarnation is to follow.
         """
         assert self._life is not None
         before, self.removing = self.removing, self.removing or remove
@@ -142,13 +142,13 @@ class WorkerSupervisor:
         await self._actor.call(WorkerHost.arm, faults)
 
     async def faults_fired(self) -> int:
-        """How many of the faults that were armed last have happened."""
+        """Return how many of the faults that were last armed have happened."""
         return await self._actor.call(WorkerHost.faults_fired)
 
     async def stop(self) -> None:
         """End the worker, in good order if it can, and its actor for good.
 
-        Its process has ended then, so its ports are free.
+        When it returns, the process has ended, so its ports are free.
         """
         tasks = [*self._telling, *([self._following] if self._following else [])]
         for task in tasks:
@@ -162,7 +162,7 @@ class WorkerSupervisor:
             await self._life.end(_STOP_SECONDS)
 
     async def _stop_process(self) -> WorkerProcess | None:
-        """Stop the worker in good order; returns its process, in which it may still start.
+        """Stop the worker in good order; return its process, in which it may still be starting.
 
         None: no process answers, or it cannot be observed from here.
         """
@@ -214,9 +214,9 @@ class WorkerSupervisor:
 
         Args:
             life: the first one.
-            lost: it is known to be.
-            dead: its process is known to have ended.
-            drains: it was to be told to, and perhaps was not.
+            lost: whether it is known to be lost.
+            dead: whether its process is known to have ended.
+            drains: whether it was to be told to drain, and perhaps was not.
         """
         pauses = Pauses()
         while True:
@@ -246,9 +246,10 @@ class WorkerSupervisor:
             _log.warning("%s is up", life.info.incarnation)
 
     async def _restart(self, dead: WorkerInfo) -> Incarnation:
-        """Start the worker in its next process, as often as it takes.
+        """Start the worker in its next process, however many attempts it takes.
 
-        One whose lease is over is dead to all others, so it is not taken back if it answers.
+        An incarnation whose lease is over is dead to all others, so it is not taken back if it
+        answers.
         """
         await self._actor.ask_who_it_is(seconds=self._timeout)
         restart = WorkerHost.restart
@@ -264,7 +265,7 @@ class WorkerSupervisor:
 
     @contextlib.asynccontextmanager
     async def _reporting_progress(self) -> AsyncIterator[None]:
-        """Tell the watcher how much of its weights the worker has read, while the context lasts."""
+        """Tell the watcher the worker's share of weights read, while the context lasts."""
         reporting = asyncio.create_task(self._report_progress())
         try:
             yield
@@ -284,6 +285,6 @@ class WorkerSupervisor:
         return self._life
 
     def _log_failure(self, following: asyncio.Task[None]) -> None:
-        """Log that the worker is not restarted any more, if that is so: it must never be."""
+        """Log, as critical, that the worker is no longer supervised, unless that was requested."""
         if not following.cancelled() and (error := following.exception()) is not None:
             _log.critical("%s is no longer supervised", self.name, exc_info=error)

@@ -1,4 +1,4 @@
-"""What a controller makes of the workers that the one before it has left."""
+"""Adoption of the workers that a controller's predecessor has left behind."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ Supervise = Callable[[WorkerConfig, dict[str, Any]], WorkerSupervisor]
 
 
 class WorkerAdoption:
-    """Takes over the workers that have started, and undoes the starts that nobody wants.
+    """The take-over of workers that a previous controller has started or placed.
 
-    A worker that a change of their number, or a roll, was about to start keeps its place:
-    `reserved` has it for whoever goes on with that.
+    It supervises those that have started, and undoes the starts that are no longer wanted.
+
+    A worker that a scaling or a roll was about to start keeps its place, in `reserved`. The code
+    that resumes the scaling or the roll uses it there.
 
     Args:
         journal: has the records of the controller before this one.
-        placement: is to know where the workers are.
-        namespace: of the workers' actors in Ray; empty if they end with their controller.
+        placement: is told where the workers are.
+        namespace: Ray's namespace of the workers' actors; empty if they end with their controller.
     """
 
     def __init__(self, journal: Journal, placement: RayPlaces, namespace: str) -> None:
@@ -42,12 +44,12 @@ class WorkerAdoption:
     async def run(
         self, config_of: ConfigOf, supervise: Supervise, was_known_dead: Callable[[str], bool]
     ) -> None:
-        """Return when each worker that had started has answered, or has not in time.
+        """Return when each started worker has answered, or has failed to answer in time.
 
         Args:
-            config_of: the configuration of the worker with this record.
-            supervise: makes a worker's supervisor, which is known to its watcher from then on.
-            was_known_dead: whether this incarnation's process is known to have ended.
+            config_of: returns the configuration of the worker with this record.
+            supervise: makes a worker's supervisor and registers it with its watcher.
+            was_known_dead: says whether this incarnation's process is known to have ended.
         """
         adoptions = []
         for name, (config, options) in (await self._placed(config_of)).items():
@@ -61,7 +63,7 @@ class WorkerAdoption:
         await self._undo()
 
     async def _placed(self, config_of: ConfigOf) -> dict[str, tuple[WorkerConfig, dict[str, Any]]]:
-        """The configuration and Ray's options of each worker that has its place, by name."""
+        """Return configuration and Ray options, by name, of each worker that has its place."""
         there = {
             name: one
             for name, one in self._journal.workers.items()
@@ -78,7 +80,7 @@ class WorkerAdoption:
         return {name: (config, options[name]) for name, config in configs.items()}
 
     async def _undo(self) -> None:
-        """End and forget the workers that were being started, and are not to be any more."""
+        """End and forget the workers whose start was under way and is no longer wanted."""
         undone = {
             name: one
             for name, one in self._journal.workers.items()

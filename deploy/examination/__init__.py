@@ -1,1 +1,1 @@
-"""`kvrelay doctor`: what nodes are like, how fast they read from each other, what to change."""
+"""`kvrelay doctor`: the nodes' facts, their transfer speeds, and advice on what to change."""

@@ -1,4 +1,4 @@
-"""Examines the nodes of the Ray that is initialised, and measures every pair of them."""
+"""The examination of a Ray's nodes, with a measurement of every pair; Ray must be initialised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrelay.wire.version import VERSION
 T = TypeVar("T")
 _END_SECONDS: Final = 5.0
 _CLOCK_ASKS: Final = 5
-"""The answer that came soonest counts."""
+"""The number of times that a clock is read; the quickest answer counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +31,27 @@ class Seat:
     name: str
     actor: Any
     is_second: bool = False
-    """It is there to be read from; the node is examined by the other one."""
+    """Whether it is there only to be read from; the node's other examiner looks at the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be found out."""
+    """The parameters of an examination."""
 
     model: str | None = None
-    """The path of a checkpoint that every node is to have alike."""
+    """The path of a checkpoint that must be the same on every node."""
     piece_bytes: int = 2 << 20
-    """Read at a time."""
+    """The bytes that one read moves."""
     floor: float = 0.0
-    """Bytes a second; a pair that is read more slowly has failed."""
+    """The least bytes a second; a pair that is read more slowly has failed."""
 
 
 @contextmanager
 def examiners(advertised: Mapping[str, str]) -> Iterator[list[Seat]]:
-    """A context in which an examiner runs on each node; on a lone node there are two.
+    """Open a context in which an examiner runs on each node; on a lone node there are two.
 
-    They take nothing that Ray counts, so they run beside workers that have everything. At the
-    end all of them are gone.
+    They take nothing that Ray counts, so they run beside workers that have everything. All are gone
+    when the context is left.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     placed = ray.remote(Examiner)
@@ -74,12 +74,12 @@ def examiners(advertised: Mapping[str, str]) -> Iterator[list[Seat]]:
 async def examine(
     seats: Sequence[Seat], wanted: Wanted, say: Callable[[str], object] = lambda line: None
 ) -> tuple[list[Node], list[NodePair]]:
-    """Find out what nodes and pairs are like. What fails is in the results.
+    """Examine the nodes, and measure the pairs; failures are in the results.
 
     Args:
         seats: the examiners.
-        wanted: what to look for.
-        say: is told what comes next.
+        wanted: the examination's parameters.
+        say: is called with a line on each next stage.
     """
     say(f"{sum(not seat.is_second for seat in seats)} nodes are examined")
     nodes = await asyncio.gather(*(_examine(seat, wanted) for seat in seats))
@@ -111,7 +111,7 @@ async def _examine(seat: Seat, wanted: Wanted) -> Node:
 
 
 async def _clock(seat: Seat) -> tuple[float, float]:
-    """How far a node's clock is ahead of this one's, and how wrong that may be, in seconds."""
+    """Return how far a node's clock is ahead of this one's, and the error of that, in seconds."""
     best = (0.0, float("inf"))
     for _ in range(_CLOCK_ASKS):
         asked, begun = time.time(), time.monotonic()
@@ -123,7 +123,7 @@ async def _clock(seat: Seat) -> tuple[float, float]:
 
 
 async def _open(seat: Seat, node: Node, wanted: Wanted) -> tuple[AgentDescription | None, Node]:
-    """Let others read from an examiner; None if it cannot be read from."""
+    """Let others read from an examiner; return None if it cannot be read from."""
     if node.error or node.facts.version != VERSION:
         return None, node
     call = seat.actor.open.remote(seat.name, wanted.piece_bytes, wanted.floor)
@@ -138,7 +138,7 @@ async def _open(seat: Seat, node: Node, wanted: Wanted) -> tuple[AgentDescriptio
 async def _measure_all(
     seats: Sequence[tuple[Seat, AgentDescription]], say: Callable[[str], object]
 ) -> list[NodePair]:
-    """Each direction of every pair; no node is in two pairs at a time."""
+    """Measure each direction of every pair; no node is in two pairs at a time."""
     pairs: list[NodePair] = []
     for number, one_round in enumerate(rounds(len(seats)), start=1):
         say(f"round {number} of pairs: {len(one_round)} at a time")
@@ -166,7 +166,7 @@ async def _asked(call: Awaitable[T]) -> T:
 
 
 def _why(error: Exception) -> str:
-    """Why a call failed, in one line; empty for a time that is over."""
+    """Return why a call failed, in one line; empty for a timeout."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return reason_of(error)
     return next((line for line in reversed(str(error).splitlines()) if line.strip()), "")

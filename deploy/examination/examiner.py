@@ -1,4 +1,4 @@
-"""The actor that `kvrelay doctor` runs on each node, and that reads from those of other nodes."""
+"""The actor that `kvrelay doctor` runs on each node; it reads from the other nodes' actors."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from kvrelay.deploy.options.environment import set_network_devices
 from kvrelay.wire.agent_description import AgentDescription
 
 GIVE_UP_SECONDS: Final = 60.0
-"""For an actor to import what it needs, or to measure a peer."""
+"""The time in which an actor must import its packages, or measure a peer."""
 _TOKENS: Final = 16
 _LANES: Final = re.compile(r"(?:inter|intra)-node cfg#\d+ (.*)")
 _LANE: Final = re.compile(r"\brma\(([^)]*)\)")
 _MESSAGES: Final = re.compile(r"\bam\(([^)]*)\)")
-"""What UCX emulates reads by where no transport has them."""
+"""The UCX lanes for active messages, with which UCX emulates reads where no transport has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How fast one examiner has read from another."""
+    """The speed with which one examiner has read from another."""
 
     bytes_per_second: float
     backend: str
-    """NIXL's."""
+    """The name of NIXL's backend."""
     lanes: tuple[str, ...]
-    """What UCX moves KV by, as ``tcp/eth0``, if it has said so."""
+    """The transports that UCX moves KV by, such as `tcp/eth0`; empty if its log does not say."""
     refusal: str
-    """Why nothing could be read; empty: it could."""
+    """The reason why nothing could be read; empty: it could."""
 
 
 class Examiner:
-    """Knows its node, and measures others. An actor that takes nothing that Ray counts.
+    """An actor that looks at its node and measures others; it takes nothing that Ray counts.
 
     Args:
-        advertised: hosts by node, as workers are told them.
+        advertised: the advertised hosts by node, as workers get them.
     """
 
     def __init__(self, advertised: Mapping[str, str]) -> None:
@@ -59,29 +59,29 @@ class Examiner:
         self._prober: Any = None
 
     async def facts(self, model: str | None) -> dict[str, Any]:
-        """The node's `NodeFacts`, and of which kvrelay they are."""
+        """Return the node's `NodeFacts` as a dict."""
         from kvrelay.deploy.examination.facts import facts_of_this_node
 
         return asdict(await asyncio.to_thread(facts_of_this_node, self._address, model))
 
     async def clock(self) -> float:
-        """Seconds since 1970 by this node's clock."""
+        """Return seconds since 1970 by this node's clock."""
         return time.time()
 
     async def open(self, name: str, piece_bytes: int, floor: float) -> AgentDescription:
-        """Let other examiners read from this one. Raises what NIXL raises where it cannot be used.
+        """Let other examiners read from this one. Raises NIXL's error where it cannot be used.
 
         Args:
-            name: of this one, among all.
+            name: this examiner's name, which no other has.
             piece_bytes: the size of a page.
-            floor: bytes a second that are too slow.
+            floor: the least bytes a second; a slower link has failed.
         """
         await asyncio.to_thread(self._open, name, piece_bytes, floor)
         description: AgentDescription = self._agent.describe().plain()
         return description
 
     async def measure(self, peer: AgentDescription) -> Reading:
-        """Read from another examiner, against the clock."""
+        """Read from another examiner, and time it."""
         from kvrelay.kv_transfer.errors import TransferError
         from kvrelay.kv_transfer.peer_description import PeerDescription
 
@@ -95,7 +95,7 @@ class Examiner:
         return Reading(found.read_bytes_per_second, found.backend, self._lanes(), found.refusal)
 
     async def close(self) -> None:
-        """Remove what this process has written; it is ended next."""
+        """Remove the files that this process has written; it is ended next."""
         self._log.unlink(missing_ok=True)
         self._log.parent.rmdir()
 
@@ -116,7 +116,7 @@ class Examiner:
         self._prober = TransportProber(self._agent, floor)
 
     def _fail(self, reason: str) -> None:
-        """End the process: what it has been asked does not come any more."""
+        """End the process: the transfer engine has failed, so no answer can come any more."""
         os._exit(1)
 
     def _lanes(self) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ class Examiner:
 
 
 def lanes_of(log: str) -> tuple[str, ...]:
-    """The transports and devices that UCX reads by between processes, as its log says."""
+    """Return the transports and devices that UCX reads by between processes, from its log."""
     lines = _LANES.findall(log)
     found = [lane for line in lines for lane in _LANE.findall(line) or _MESSAGES.findall(line)]
     return tuple(dict.fromkeys(word for lane in found for word in lane.split()))

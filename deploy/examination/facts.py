@@ -1,4 +1,4 @@
-"""What a node is like, as far as workers depend on it. Everything here only reads."""
+"""The facts of a node that workers depend on. Everything here only reads."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ _ROOT: Final = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """One node. It crosses processes as a dict, which another version may have written."""
+    """The facts of one node, sent between processes as a dict; another version may have made it."""
 
     name: str = ""
-    """Of the host."""
+    """The host's name."""
     address: str = ""
-    """Where workers would listen."""
+    """The address at which workers would listen."""
     version: str = ""
-    """Of kvrelay."""
+    """The version of kvrelay."""
     code: str = ""
     """A digest of kvrelay's files."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """The versions of Python and of what is installed."""
+    """The versions of Python and of the packages that matter."""
     model: str | None = None
-    """A digest of the checkpoint that was asked for; empty: it is not there."""
+    """A digest of the requested checkpoint; empty: it is not there; None: none was requested."""
     cores: int = 0
     numa_nodes: int = 0
-    """Of several, each worker keeps to one."""
+    """The number of NUMA nodes; where there are several, each worker keeps to one."""
     memlock_bytes: int | None = None
-    """What a process may lock in memory; None: all."""
+    """The bytes that a process may lock in memory; None: all."""
     open_files: int | None = None
-    """That a process may have; None: any number."""
+    """The number of files that a process may have open; None: any number."""
     huge_pages_bytes: int = 0
-    """Reserved for whoever asks."""
+    """The bytes of huge pages that the system has reserved."""
     transparent_huge_pages: str = ""
     """``always``, ``madvise`` or ``never``; empty where there are none."""
     shared_memory_bytes: int = 0
     shared_memory_free_bytes: int = 0
     rdma_ports: tuple[str, ...] = ()
-    """Each as ``mlx5_0:1``."""
+    """All ports of RDMA devices, each as `mlx5_0:1`."""
     rdma_ports_down: tuple[str, ...] = ()
-    """Those of them that are not active."""
+    """The members of `rdma_ports` that are not active."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """UCX's and NIXL's environment variables, but for those of UCX's log, which examiners set."""
+    """The environment variables of UCX and NIXL, except UCX's log settings, which examiners set."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> Self:
-        """From a process that may have more of them, or fewer."""
+        """Read facts of a process whose version may know more fields, or fewer."""
         known = {one.name for one in fields(cls)}
         return cls(**{name: value for name, value in plain.items() if name in known})
 
 
 def facts_of_this_node(address: str, model: str | None) -> NodeFacts:
-    """Everything that can be read here. With a model it reads that whole checkpoint.
+    """Return all facts of this node. With a model it reads the whole checkpoint.
 
     Args:
         address: where workers would listen.
@@ -97,7 +97,7 @@ def facts_of_this_node(address: str, model: str | None) -> NodeFacts:
 
 
 def digest_of_code() -> str:
-    """A digest of kvrelay's own Python files on this node."""
+    """Return a digest of kvrelay's own Python files on this node."""
     total = hashlib.sha256()
     for room in sorted(one for folder in kvrelay.__path__ for one in Path(folder).iterdir()):
         whole = room.resolve()  # it may be a link, into which rglob does not go
@@ -117,13 +117,13 @@ def huge_pages_bytes(root: Path = _ROOT) -> int:
 
 
 def transparent_huge_pages(root: Path = _ROOT) -> str:
-    """For whom the system makes huge pages by itself."""
+    """Return the system's setting for transparent huge pages; empty where there is none."""
     text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return text.partition("[")[2].partition("]")[0]
 
 
 def rdma_ports(root: Path = _ROOT) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The active ports of RDMA devices, and the others."""
+    """Return the active ports of RDMA devices, and the others."""
     ports = {
         f"{port.parent.parent.name}:{port.name}": "ACTIVE" in _text(port / "state")
         for port in sorted((root / "sys/class/infiniband").glob("*/ports/*"))

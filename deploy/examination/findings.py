@@ -1,4 +1,4 @@
-"""What is to be said of nodes and of pairs of them, by rules."""
+"""The rules that turn facts of nodes and pairs into findings."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ _LEAST_FILES: Final = 4096
 _CLOCK_WARN_SECONDS: Final = 1.0
 _CLOCK_FAIL_SECONDS: Final = 60.0
 _SLOW_SHARE: Final = 0.5
-"""Of the median; a pair that is read more slowly is said to be slow."""
+"""The share of the median speed below which a pair is reported as slow."""
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
     """It works, slower or less safely than it could."""
     FAIL = "fail"
-    """Workers there would not start, or not work together."""
+    """Workers there would not start, or would not work together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line."""
+    """One line of the report."""
 
     level: Level
     where: str
-    """A node, or two."""
+    """The name of a node, or of two."""
     check: str
     text: str
     advice: str = ""
-    """What to do; empty where nothing is to be done."""
+    """The advice on what to do; empty where nothing is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What was found out on one node."""
+    """The results of one node's examination."""
 
     name: str
-    """As findings call it."""
+    """The node's name in findings."""
     error: str = ""
-    """Why no process could be examined there; empty: one was."""
+    """The reason why no process could be examined there; empty: one was."""
     facts: NodeFacts = field(default_factory=NodeFacts)
     clock_seconds: float = 0.0
-    """How far its clock is ahead of this machine's."""
+    """The seconds by which its clock is ahead of this machine's."""
     clock_error_seconds: float = 0.0
-    """How wrong that may be."""
+    """The greatest error of `clock_seconds`."""
     nixl_error: str = ""
-    """Why NIXL cannot be used there; empty: it can."""
+    """The reason why NIXL cannot be used there; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodePair:
-    """One direction between two nodes."""
+    """The results of one direction between two nodes."""
 
     reader: str
     source: str
@@ -72,7 +72,7 @@ class NodePair:
     backend: str = ""
     lanes: tuple[str, ...] = ()
     refusal: str = ""
-    """Why nothing could be read; empty: it could."""
+    """The reason why nothing could be read; empty: it could."""
 
     def __str__(self) -> str:
         return f"{self.reader} reads from {self.source}"
@@ -81,13 +81,13 @@ class NodePair:
 def findings_of(
     nodes: Sequence[Node], pairs: Sequence[NodePair], here: NodeFacts, piece_bytes: int
 ) -> list[Finding]:
-    """Everything that is to be said, node by node, then pair by pair.
+    """Return all findings, node by node, then pair by pair.
 
     Args:
-        nodes: that were examined.
-        pairs: that were measured.
+        nodes: the examined nodes.
+        pairs: the measured pairs.
         here: the machine where the command runs, which the others are compared with.
-        piece_bytes: that were read at a time.
+        piece_bytes: the bytes of one read.
     """
     return [
         *(finding for node in nodes for finding in _of_node(node, here)),
@@ -110,7 +110,7 @@ def _of_node(node: Node, here: NodeFacts) -> Iterator[Finding]:
 
 
 _Verdict = tuple[Level, str, str]
-"""How bad it is, what it is, and what to do."""
+"""Severity, fact, and advice."""
 
 
 def _version(node: Node, here: NodeFacts) -> _Verdict:
@@ -228,7 +228,7 @@ _RULES: Final[dict[str, Callable[[Node, NodeFacts], _Verdict]]] = {
 
 
 def _of_all(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """The checkpoint must be the same everywhere: the rarer ones are named."""
+    """Yield a failure for each node whose checkpoint differs from the most common one."""
     digests = Counter(node.facts.model for node in nodes if node.facts.model)
     if len(digests) < 2:
         return

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 
 def rounds(number: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of so many nodes once, as players of a tournament meet.
+    """Yield every pair of `number` nodes once, in rounds as in a round-robin tournament.
 
-    One stays where it is and the others move on by a place.
+    The first one keeps its place, and the others move on by one after each round.
     """
     players = list(range(number + number % 2))
     half = len(players) // 2

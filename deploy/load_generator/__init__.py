@@ -1,1 +1,1 @@
-"""Sends requests to a server as clients would, and reports what they got: `kvrelay bench`."""
+"""The load generator of `kvrelay bench`: it sends requests as clients do, and reports results."""

@@ -1,4 +1,4 @@
-"""Drives a workload's jobs through a client, in a closed loop or at their due times."""
+"""The sending of a workload's jobs by a client, in a closed loop or at their due times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Send = Callable[[Job], Awaitable[RequestRecord]]
 async def drive(
     workload: Workload, send: Send, clock: RunClock, max_seconds: float
 ) -> list[RequestRecord]:
-    """Send the workload's jobs and wait for all that were sent.
+    """Send the workload's jobs, and wait for all that were sent.
 
     After ``max_seconds`` no more are sent. Those that run then are waited for:
     to drop them would drop the slowest and flatter the server.
@@ -45,7 +45,7 @@ async def closed_loop(
 async def open_loop(
     jobs: Sequence[Job], send: Send, clock: RunClock, max_seconds: float
 ) -> list[RequestRecord]:
-    """Send each job at its due time, whatever has become of those before it."""
+    """Send each job at its due time, even if earlier ones still run."""
     tasks: list[asyncio.Task[RequestRecord]] = []
 
     async def run(job: Job) -> RequestRecord:

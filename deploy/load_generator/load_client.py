@@ -18,19 +18,19 @@ WRONG_OUTPUT = "WRONG_OUTPUT"
 
 
 class RunClock:
-    """Seconds since it was made: the time base of one run."""
+    """A stopwatch that starts when it is made: the time base of one run."""
 
     def __init__(self) -> None:
         self._origin = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since the start."""
+        """Return seconds since the start."""
         return time.perf_counter() - self._origin
 
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Where the server says that a request's time went."""
+    """The parts of a request's time, as the server reports them."""
 
     queue: float
     prefill: float
@@ -40,7 +40,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """What happened to one request; times are seconds after the run's start.
+    """The course of one request; times are seconds after the run's start.
 
     ``token_times`` and ``token_counts`` have one entry for each delta that held
     tokens. ``status`` is ``OK``, a gRPC status name, ``HTTP_`` and a status, the name
@@ -68,7 +68,7 @@ class RequestRecord:
 
 @dataclass
 class TokenLog:
-    """Collects the times of one stream's tokens into a record."""
+    """A recorder of the times at which one stream's tokens come."""
 
     job: Job
     sent: float
@@ -81,7 +81,7 @@ class TokenLog:
         self.counts.append(count)
 
     def wrong_length(self) -> str:
-        """What is wrong with the number of tokens; empty if it is the one asked for."""
+        """Return what is wrong with the number of tokens; empty if it is the requested one."""
         if sum(self.counts) != self.job.output_len:
             return f"{sum(self.counts)} tokens instead of {self.job.output_len}"
         return ""
@@ -94,7 +94,7 @@ class TokenLog:
         cached_tokens: int = 0,
         phases: PhaseSeconds | None = None,
     ) -> RequestRecord:
-        """The record of the stream, which ended now."""
+        """Return the record of the stream, which ended now."""
         return RequestRecord(
             index=self.job.index,
             input_len=self.job.input_len,
@@ -113,7 +113,7 @@ class TokenLog:
 
 @dataclass
 class _StreamLog(TokenLog):
-    """Checks as well that a gRPC stream is what was asked for."""
+    """A recorder of a gRPC stream, which also checks that the stream is as requested."""
 
     complete: pb.GenerateComplete | None = None
     fault: str = ""
@@ -161,7 +161,10 @@ def _phases(complete: pb.GenerateComplete | None) -> PhaseSeconds | None:
 
 
 class LoadClient:
-    """Sends jobs to one server, with ``metadata``. A request that outlives ``deadline_s`` fails."""
+    """A client that sends jobs to one gRPC server, with `metadata`.
+
+    A request that takes longer than `deadline_s` fails.
+    """
 
     def __init__(
         self,
@@ -191,7 +194,7 @@ class LoadClient:
 
 
 def _request(input_ids: list[int], output_len: int) -> pb.GenerateRequest:
-    """Greedy, and of exactly ``output_len`` tokens: the work must not depend on the weights."""
+    """Make a greedy request of exactly `output_len` tokens: weights must not change the work."""
     return pb.GenerateRequest(
         input_ids=pb.TokenIds(ids=input_ids),
         sampling_params=pb.SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True),

@@ -21,7 +21,7 @@ class CommaList(click.ParamType[Any]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Any, ...]:
-        """The values; a bad one ends the command with its message."""
+        """Return the values; a bad one ends the command with its message."""
         if isinstance(value, tuple):
             return value
         try:

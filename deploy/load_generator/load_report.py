@@ -1,4 +1,4 @@
-"""From request records to figures, in the conventions of vLLM's serving benchmark.
+"""The figures of a run from its request records, by the conventions of vLLM's benchmark.
 
 - TTFT: request sent to the first delta with tokens.
 - ITL: the gap between two deltas with tokens, one sample a gap, however many
@@ -9,10 +9,9 @@
 - End to end: request sent to the end of its stream.
 - Percentiles, throughput and token counts are those of completed requests.
   Throughput is over the time from the first request sent to the last one ended.
-- SLO: a request attains it if it completed and both its TTFT and its mean ITL
-  (taken as its TPOT, so that several tokens a delta do not count against it)
-  are within bounds. The share is of all requests sent: one that was rejected
-  or failed did not attain it.
+- SLO: a request attains it if it completed and both its TTFT and its mean ITL are within bounds.
+  The mean ITL is its TPOT, so that several tokens a delta do not count against it. The share is of
+  all requests sent: one that was rejected or failed did not attain it.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def tpot(record: RequestRecord) -> float | None:
 
 @dataclass(frozen=True)
 class Requests:
-    """What became of the requests: planned = completed + failed + not_sent."""
+    """The requests by outcome: planned = completed + failed + not_sent."""
 
     planned: int
     completed: int
@@ -144,7 +143,7 @@ class LoadReport:
 def summarise(
     workload: Workload, records: Sequence[RequestRecord], slo: Slo, client_cpu_s: float = 0.0
 ) -> LoadReport:
-    """The figures of one run's records."""
+    """Return the figures of one run's records."""
     done = [record for record in records if record.completed]
     duration = _duration(records)
     output_tokens = sum(sum(record.token_counts) for record in done)

@@ -1,4 +1,4 @@
-"""Measures one server: asks for its model, then warms up and measures one run after the other."""
+"""The measurement of one server: its model, then for each workload a warm-up and a run."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunBounds:
-    """When a run ends, whatever the server does: after the sum of the two times at most.
+    """The limits of a run, which ends at the latest after the sum of the two times.
 
-    The same two limit the warm-up before it.
+    The two times limit the warm-up before it as well.
     """
 
     max_seconds: float  # no request is sent after that
@@ -63,7 +63,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Results:
-    """The runs of one invocation and what they were measured on."""
+    """The runs of one invocation, and the server that they were measured on."""
 
     target: str
     started: datetime
@@ -71,7 +71,7 @@ class Results:
     runs: list[Run]
 
     def to_json(self, with_requests: bool) -> dict[str, Any]:
-        """The document that ``--json`` writes."""
+        """Return the document that `--json` writes."""
         return {
             "schema": JSON_SCHEMA,
             "started": self.started.isoformat(timespec="seconds"),
@@ -123,10 +123,10 @@ async def bench_http(
     slo: Slo,
     access: CommandAccess = OPEN,
 ) -> Results:
-    """The same against any server of OpenAI's completions.
+    """Run the workloads against any server of OpenAI's completions API.
 
-    ``vocab_size``: prompts are of token ids below this, as such a server does not tell how many
-    there are.
+    ``vocab_size``: prompts have token ids below this, as such a server does not tell its
+        vocabulary's size.
     """
     started = datetime.now(UTC)
     async with target.session(access) as session:
@@ -145,11 +145,11 @@ async def bench_http(
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What prompts a server can take."""
+    """The limits of the prompts that a server can take."""
 
     vocab_size: int
     max_model_len: int | None
-    """In tokens; None: it does not tell."""
+    """The model's longest sequence in tokens; None: the server does not tell it."""
 
 
 async def measure_all(
@@ -175,7 +175,7 @@ async def measure_all(
 def _followed(
     make_client: MakeSender, progress: RunProgress, prompts: Prompts, clock: RunClock
 ) -> Sender:
-    """A client whose requests the progress counts, but for those of the warm-up."""
+    """Return a client whose requests the progress counts, except those of the warm-up."""
     client = make_client(prompts, clock)
     return client if prompts.warm_up else Followed(client, progress)
 

@@ -1,4 +1,4 @@
-"""One streamed request over OpenAI's completions API, whichever server speaks it."""
+"""One streamed request over OpenAI's completions API, to any server that implements it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrelay.deploy.load_generator.workload import Job, Prompts
 
 Body = dict[str, Any]
 Prepare = Callable[[Body], Awaitable[Body]]
-"""What has to be done before a request is sent; gives fields to add to it."""
+"""A step to take before a request is sent; it returns fields to add to the request."""
 
 _DATA = b"data:"
 _EVENT = b"event:"
@@ -29,7 +29,7 @@ _DONE = b"[DONE]"
 
 
 class ResponseError(Exception):
-    """An answer that is not the stream asked for."""
+    """An answer that is not the requested stream."""
 
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(f"{status}: {detail}")
@@ -38,16 +38,16 @@ class ResponseError(Exception):
 
 
 def check_chunk(chunk: Body) -> None:
-    """Raises `ResponseError` if a chunk of a stream tells of an error instead of a choice."""
+    """Raise `ResponseError` if a stream's chunk has an error instead of a choice."""
     if "error" in chunk:
         raise ResponseError(WRONG_OUTPUT, str(chunk["error"])[:200])
 
 
 @dataclass
 class _ChunkLog(TokenLog):
-    """Counts a stream's tokens by the usage that chunks tell, and checks its end.
+    """A recorder that counts a stream's tokens by the usage in its chunks, and checks its end.
 
-    Where only the end tells it, each chunk with text counts as one token until then.
+    Where only the last chunk has usage, each chunk with text counts as one token until then.
     """
 
     usage: Body = field(default_factory=dict)
@@ -82,10 +82,10 @@ class _ChunkLog(TokenLog):
 
 
 class CompletionsClient:
-    """Sends jobs to ``/v1/completions`` under ``base_url``, and reads server-sent events.
+    """A client that sends jobs to `/v1/completions` under `base_url`, and reads server-sent events.
 
-    A request that outlives ``deadline_s`` fails. ``prepare`` runs first, within the
-    time to the first token: what another server has to do before this one.
+    A request that takes longer than ``deadline_s`` fails. ``prepare`` runs first and counts in the
+    time to the first token: it is another server's work before this one's.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class CompletionsClient:
 
 
 def remote_prefill(session: aiohttp.ClientSession, base_url: str) -> Prepare:
-    """What a proxy of vLLM's does first: let the prefill instance compute the prompt.
+    """Return a step that lets vLLM's prefill instance compute the prompt, as vLLM's proxy does.
 
-    The decode instance gets from it where the KV lies.
+    The returned fields tell the decode instance where the KV lies.
     """
 
     async def prepare(body: Body) -> Body:
@@ -158,7 +158,7 @@ def remote_prefill(session: aiohttp.ClientSession, base_url: str) -> Prepare:
 
 
 def completion_body(model: str, token_ids: list[int], output_len: int) -> Body:
-    """Greedy, and of exactly ``output_len`` tokens: the work must not depend on the weights."""
+    """Make a greedy request of exactly `output_len` tokens: weights must not change the work."""
     return {
         "model": model,
         "prompt": token_ids,
@@ -171,13 +171,13 @@ def completion_body(model: str, token_ids: list[int], output_len: int) -> Body:
 
 
 async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
-    """The name under which the server serves its model."""
+    """Return the name under which the server serves its model."""
     name: str = (await describe_model(session, base_url))["id"]
     return name
 
 
 async def describe_model(session: aiohttp.ClientSession, base_url: str) -> Body:
-    """What the server tells of its first model; `ResponseError` if it has none."""
+    """Return the server's description of its first model; `ResponseError` if it has none."""
     async with session.get(f"{base_url}/v1/models") as response:
         await check_status(response)
         models: list[Body] = (await response.json())["data"]
@@ -193,9 +193,9 @@ async def check_status(response: aiohttp.ClientResponse) -> None:
 
 
 async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event until the stream says that it is done.
+    """Yield the data of each event until the stream says that it is done.
 
-    Raises ``ResponseError`` for an event of an error, and for a stream that ends before.
+    Raises ``ResponseError`` for an error event, and for a stream that ends earlier.
     """
     error = False
     async for line in response.content:

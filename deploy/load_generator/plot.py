@@ -28,7 +28,7 @@ class PlotError(RuntimeError):
 
 
 def require_matplotlib() -> Any:
-    """Matplotlib's ``Figure``, drawn without a display. Raises ``PlotError`` if not installed."""
+    """Return matplotlib's `Figure`, drawn without a display. Raises `PlotError` without it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -57,7 +57,7 @@ def _draw_distributions(
     samples: Samples,
     runs: Sequence[tuple[LoadReport, Sequence[RequestRecord]]],
 ) -> None:
-    """The share of samples at or below each latency, one step line a run."""
+    """Draw the share of samples at or below each latency, one step line a run."""
     for report, records in runs:
         values = [1000 * s for record in records if record.completed for s in samples(record)]
         if values:
@@ -70,7 +70,7 @@ def _draw_distributions(
 
 
 def plain_minor_ticks() -> Any:
-    """Labels minor ticks as 20, not 2×10¹, and only where there is room for them."""
+    """Return a formatter that labels minor ticks as 20, not 2×10¹, where there is room for them."""
     from matplotlib.ticker import LogFormatter
 
     return LogFormatter(labelOnlyBase=False)

@@ -1,4 +1,4 @@
-"""A line on a terminal that says how far a run is."""
+"""A line on a terminal that shows how far a run is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrelay.deploy.load_generator.workload import Job
 
 
 class Sender(Protocol):
-    """A client that sends jobs to one server, in whatever dialect."""
+    """A client that sends jobs to one server, over either protocol."""
 
     async def send(self, job: Job) -> RequestRecord:
         """Send one job and read its stream to the end; a failure is in the record."""
@@ -21,7 +21,7 @@ class Sender(Protocol):
 
 
 class RunProgress:
-    """A context that shows how many of a run's requests have ended; nothing but on a terminal."""
+    """A context that shows the number of a run's ended requests, on a terminal only."""
 
     def __init__(self, requests: int) -> None:
         console = Console(stderr=True)
@@ -52,14 +52,14 @@ class RunProgress:
         self._bars.stop()
 
     def take(self, record: RequestRecord) -> None:
-        """One more request has ended."""
+        """Count one more request that has ended."""
         self.ended += 1
         self.failed += not record.completed
         self._bars.update(self._task, completed=self.ended, failed=self.failed)
 
 
 class Followed:
-    """A client whose requests a progress counts."""
+    """A client whose requests a `RunProgress` counts."""
 
     def __init__(self, client: Sender, progress: RunProgress) -> None:
         self._client = client

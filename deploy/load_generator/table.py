@@ -1,4 +1,4 @@
-"""Reports as Markdown tables, aligned so that they also read well in a terminal."""
+"""Markdown tables of reports, aligned so that they also read well in a terminal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SWEEP_HEADER = (
 
 
 def render(reports: Sequence[LoadReport]) -> str:
-    """One run in full, or several at one line each."""
+    """Return one run in full, or several at one line each."""
     return render_run(reports[0]) if len(reports) == 1 else render_sweep(reports)
 
 
 def render_run(report: LoadReport) -> str:
-    """Every figure of one run."""
+    """Return every figure of one run."""
     rows = [
         _stats_row("TTFT", report.ttft_ms),
         _stats_row("ITL", report.itl_ms),
@@ -44,7 +44,7 @@ def render_run(report: LoadReport) -> str:
 
 
 def render_sweep(reports: Sequence[LoadReport]) -> str:
-    """One line a run; latencies in milliseconds."""
+    """Return one line a run; latencies in milliseconds."""
     with_slo = any(report.slo for report in reports)
     header = (*_SWEEP_HEADER, "SLO met") if with_slo else _SWEEP_HEADER
     rows = [_sweep_row(report)[: len(header)] for report in reports]
@@ -57,7 +57,7 @@ def render_sweep(reports: Sequence[LoadReport]) -> str:
 
 
 def notes_on(report: LoadReport) -> list[str]:
-    """What a reader must know to trust the run's figures; empty if there is nothing."""
+    """Return notes that a reader needs to trust the run's figures; empty if there are none."""
     requests, notes = report.requests, []
     if requests.failures:
         kinds = ", ".join(f"{count} {status}" for status, count in requests.failures.items())
@@ -72,7 +72,7 @@ def notes_on(report: LoadReport) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with its first column to the left and the others to the right."""
+    """Return a Markdown table, the first column aligned left and the others right."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(_line(cells, widths) for cells in (header, rule, *rows))

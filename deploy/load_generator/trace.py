@@ -31,7 +31,7 @@ class TraceRow:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
-    """The first ``limit`` rows of a ``.csv`` (Azure) or ``.jsonl`` (Mooncake) file, plain or gzip.
+    """Return the first `limit` rows of an Azure `.csv` or Mooncake `.jsonl` file, plain or gzip.
 
     Raises ``TraceError`` for anything else.
     """

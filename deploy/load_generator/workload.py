@@ -1,4 +1,4 @@
-"""What to send and when: lengths, prompts and arrival times, all a function of one seed."""
+"""The workload of a run: lengths, prompts and arrival times, all derived from one seed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """``concurrency`` clients, each of which sends its next request when its last one ended."""
+    """`concurrency` clients, each of which sends its next request when its last one has ended."""
 
     concurrency: int
 
@@ -57,7 +57,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class Poisson:
-    """Requests arrive at ``rate`` a second, however many are still running."""
+    """Poisson arrivals at `rate` a second, regardless of how many requests still run."""
 
     rate: float
 
@@ -67,7 +67,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Replay:
-    """Requests arrive when the trace says; ``time_scale`` 0.1 replays it ten times as fast."""
+    """Arrivals at the times of a trace; `time_scale` 0.1 replays it ten times as fast."""
 
     time_scale: float
 
@@ -102,7 +102,7 @@ class Workload:
 class Prompts:
     """Random token ids, the same for the same seed, job and vocabulary.
 
-    Those for a warm-up are others than those that will be measured.
+    The prompts of a warm-up differ from those of the measured run.
     """
 
     def __init__(self, vocab_size: int, seed: Sequence[int], warm_up: bool = False) -> None:
@@ -114,7 +114,7 @@ class Prompts:
         self._stream = _WARM_UP_PROMPT if warm_up else _PROMPT
 
     def token_ids(self, job: Job) -> list[int]:
-        """The job's prompt: ``job.input_len`` ids."""
+        """Return the job's prompt: `job.input_len` ids."""
         if not job.blocks:
             return self._draw(self._stream, job.index, job.input_len)
         needed = -(-job.input_len // BLOCK_TOKENS)
@@ -132,14 +132,14 @@ class Prompts:
 
 
 def fixed_jobs(shape: Shape, requests: int) -> list[Job]:
-    """Requests that are all of one shape."""
+    """Return requests that are all of one shape."""
     return [Job(index, shape.input_len, shape.output_len) for index in range(requests)]
 
 
 def trace_jobs(
     rows: Iterable[TraceRow], max_input_len: int | None = None, max_output_len: int | None = None
 ) -> list[Job]:
-    """One job a row, lengths cut to the caps, due at the row's time after the first row's."""
+    """Return one job a row: lengths cut to the caps, due at its time after the first row's."""
     ordered = sorted(rows, key=lambda row: row.at)
     first = ordered[0].at if ordered else 0.0
     return [
@@ -155,7 +155,7 @@ def trace_jobs(
 
 
 def shrink(rows: Iterable[TraceRow], factor: float) -> list[TraceRow]:
-    """The rows with both lengths times ``factor``, at least one token each."""
+    """Return the rows with both lengths times `factor`, at least one token each."""
     return [
         replace(
             row,
@@ -167,7 +167,7 @@ def shrink(rows: Iterable[TraceRow], factor: float) -> list[TraceRow]:
 
 
 def schedule(jobs: Sequence[Job], load: Load, seed: Sequence[int]) -> tuple[Job, ...]:
-    """The jobs with the due times that the load gives them."""
+    """Return the jobs with the due times that the load gives them."""
     if isinstance(load, ClosedLoop):
         return tuple(replace(job, due=None) for job in jobs)
     if isinstance(load, Replay):
@@ -179,7 +179,7 @@ def schedule(jobs: Sequence[Job], load: Load, seed: Sequence[int]) -> tuple[Job,
 
 
 def default_requests(load: Load) -> int:
-    """How many requests a run sends when nobody says: enough to keep every slot busy."""
+    """Return a run's number of requests by default: enough to keep every slot busy."""
     if isinstance(load, ClosedLoop):
         return max(MIN_REQUESTS, REQUESTS_PER_SLOT * load.concurrency)
     return OPEN_LOOP_REQUESTS
@@ -188,7 +188,7 @@ def default_requests(load: Load) -> int:
 def fixed_workloads(
     shapes: Sequence[Shape], loads: Sequence[Load], requests: int | None, seed: int
 ) -> list[Workload]:
-    """One workload for every shape and load, no two of which share a prompt."""
+    """Return one workload for every shape and load, no two of which share a prompt."""
     return [
         scheduled(
             str(shape), load, fixed_jobs(shape, requests or default_requests(load)), (seed, number)
@@ -200,7 +200,7 @@ def fixed_workloads(
 def trace_workloads(
     name: str, jobs: Sequence[Job], loads: Sequence[Load], requests: int | None, seed: int
 ) -> list[Workload]:
-    """The head of the trace, once for every load."""
+    """Return the head of the trace, once for every load."""
     return [
         scheduled(name, load, jobs[: requests or default_requests(load)], (seed, number))
         for number, load in enumerate(loads)
@@ -208,7 +208,7 @@ def trace_workloads(
 
 
 def scheduled(name: str, load: Load, jobs: Sequence[Job], seed: tuple[int, ...]) -> Workload:
-    """The jobs as one run; ``seed`` makes their prompts and arrivals."""
+    """Return the jobs as one run; `seed` determines their prompts and arrivals."""
     return Workload(name, load, schedule(jobs, load, seed), seed)
 
 

@@ -22,14 +22,14 @@ from typing import Final
 
 MANIFEST: Final = "kvrelay-manifest.json"
 _FORMAT: Final = 1
-"""Raised when the converter's output changes, so that old folders are rebuilt."""
+"""The version of the converter's output; raise it when that changes, to rebuild old folders."""
 
 Convert = Callable[[Path, Path, str], None]
-"""(source file, folder to fill, dtype): writes a checkpoint."""
+"""A function that writes a checkpoint: (source file, folder to fill, dtype)."""
 
 
 class ConvertedModels:
-    """Converted checkpoints, by name and by the digest of their source."""
+    """Converted checkpoints by name, dtype and digest of their source."""
 
     def __init__(self, root: Path, convert: Convert) -> None:
         self._root = root
@@ -43,10 +43,10 @@ class ConvertedModels:
         source: Callable[[], Path],
         say: Callable[[str], None],
     ) -> Path:
-        """The converted checkpoint's folder; converts the source first if there is none.
+        """Return the converted checkpoint's folder; convert the source first if there is none.
 
-        `source` is called for the file only then: once a model is converted its source may
-        be gone. Two processes never convert the same model at once: the second waits.
+        `source` is called for the file only then: once a model is converted, its source may be
+        gone. Two processes never convert the same model at once: the second waits.
         """
         folder = self._root / f"{name}-{source_sha256[:16]}-{dtype}"
         if _is_sound(folder, source_sha256):
@@ -76,7 +76,7 @@ class ConvertedModels:
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of a file's bytes, in hex."""
+    """Return the digest of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -92,7 +92,7 @@ def _write_manifest(folder: Path, source_sha256: str) -> None:
 
 
 def _is_sound(folder: Path, source_sha256: str) -> bool:
-    """Whether `folder` is complete, made from that source, and not changed since."""
+    """Return whether `folder` is complete, made from that source, and not changed since."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if (manifest["format"], manifest["source_sha256"]) != (_FORMAT, source_sha256):
@@ -104,7 +104,7 @@ def _is_sound(folder: Path, source_sha256: str) -> bool:
 
 @contextmanager
 def locked(path: Path, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Hold an exclusive lock that the system drops if this process dies."""
+    """Hold an exclusive lock, which the system drops if this process dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

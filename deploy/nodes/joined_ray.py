@@ -1,4 +1,7 @@
-"""Joins a Ray that runs already, with one clear line where it cannot; leaves it as it is."""
+"""The connection to a Ray that runs already; it is left as it is.
+
+Where it cannot be joined, one clear line says why.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ _START_HERE: Final = "`ray start` makes this machine a node of it"
 
 
 class JoinedRay:
-    """A context in which this process is connected to a Ray cluster, of which it is a node.
+    """A context in which this process is connected to the Ray cluster of whose nodes one is here.
 
-    At its end the actors that this process has placed are gone, and nothing else.
+    When it is left, the actors that this process has placed are gone, and nothing else.
 
     Args:
-        address: of the cluster's head, or ``auto``: this machine's.
-        namespace: where the names of actors are this cluster's own.
-        log_level: of Ray's own log.
+        address: the address of the cluster's head, or ``auto`` for this machine's Ray.
+        namespace: Ray's namespace, in which this cluster's actors have their names.
+        log_level: the level of Ray's own log.
     """
 
     def __init__(self, address: str, namespace: str, *, log_level: int = logging.ERROR) -> None:
@@ -59,18 +62,18 @@ class JoinedRay:
 
     @property
     def logs(self) -> Path:
-        """Where Ray's processes and the workers write their logs, on each node."""
+        """The folder of the logs of Ray's processes and the workers, on each node."""
         context = ray.get_runtime_context()
         return Path(context.get_temp_dir(), context.get_session_name(), "logs")
 
 
 def namespace_of(cluster_name: str) -> str:
-    """Where a cluster's actors have their names in Ray."""
+    """Return Ray's namespace of a cluster's actors."""
     return f"kvrelay/{cluster_name}"
 
 
 def head_of(address: str) -> str:
-    """The ``host:port`` of a head that answers; ``auto``: of the Ray of this machine.
+    """Return the `host:port` of a head that answers; `auto`: the head of this machine's Ray.
 
     Raises ClusterError, in one line.
     """
@@ -80,7 +83,7 @@ def head_of(address: str) -> str:
 
 
 def _find(address: str) -> str:
-    """The head's ``host:port``."""
+    """Return the head's `host:port`."""
     if address != "auto":
         return address
     try:
@@ -91,7 +94,9 @@ def _find(address: str) -> str:
 
 
 def _check(address: str) -> None:
-    """Ask the head whether it is there, and who it is: Ray itself takes minutes to give up.
+    """Raise ClusterError unless a head of the same Ray version answers there.
+
+    Ray itself takes minutes to give up.
 
     Raises ClusterError.
     """
@@ -124,7 +129,7 @@ def _refusal(error: grpc.RpcError, address: str) -> str:
 
 
 def _why(error: Exception, address: str) -> str:
-    """Why Ray could not be joined though its head answers, in one line."""
+    """Return why Ray could not be joined though its head answers, in one line."""
     text = " ".join(str(error).split())
     if "Version mismatch" in text:
         return f"the Ray at {address}: {text}"

@@ -1,4 +1,4 @@
-"""Ends workers that nobody supervises any more, by Ray and by the system."""
+"""The end of workers that nothing supervises any more, by Ray and by the system."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _END_SECONDS: Final = 10.0
 
 
 async def end_left_over(namespace: str, records: Sequence[WorkerRecord]) -> None:
-    """End these workers' actors for good; their processes, too, where they can be observed.
+    """End these workers' actors for good, and their processes where they can be observed.
 
-    Does nothing for those that have ended.
+    Workers that have ended are left alone.
 
     Args:
-        namespace: of the actors in Ray; empty: they have ended with their controller.
-        records: of the workers.
+        namespace: Ray's namespace of the actors; empty: they have ended with their controller.
+        records: the workers' records.
     """
     if not namespace:
         return
@@ -30,11 +30,11 @@ async def end_left_over(namespace: str, records: Sequence[WorkerRecord]) -> None
 
 
 def named_actor(namespace: str | None, name: str) -> Any | None:
-    """An actor of a cluster; None if there is none of this name. Blocks.
+    """Return an actor of a cluster; None if there is none of this name. Blocks.
 
     Args:
-        namespace: of its name; None: this process's.
-        name: the actor's.
+        namespace: Ray's namespace of the name; None: this process's.
+        name: the actor's name.
     """
     try:
         return ray.get_actor(name, namespace=namespace)
@@ -55,7 +55,7 @@ async def _end(namespace: str, record: WorkerRecord) -> None:
 
 
 async def _identity(actor: Any) -> ProcessIdentity | None:
-    """What the actor runs in now."""
+    """Return the identity of the actor's present process; None if it does not answer."""
     identity: ProcessIdentity | None = None
     with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
         async with asyncio.timeout(_ANSWER_SECONDS):

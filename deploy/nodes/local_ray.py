@@ -1,4 +1,4 @@
-"""Starts a Ray on this machine, and is the one place that imports Ray.
+"""A Ray on this machine, and the one module that imports Ray.
 
 Ray reads its settings when it is imported, so they are set here first; other modules import
 `ray` from here. With them Ray and the workers listen on loopback alone.
@@ -39,9 +39,9 @@ __all__ = [
 ]
 
 OWN_RAY = "kvrelay_own_ray"
-"""A resource that only such a Ray has."""
+"""A resource that only a Ray of this kind has."""
 _OBJECT_STORE_BYTES = 80 << 20
-"""Nearly the least that Ray accepts: neither tokens nor KV go through its object store."""
+"""The size of Ray's object store: nearly its minimum, as neither tokens nor KV go through it."""
 
 
 class LocalRay:
@@ -54,9 +54,9 @@ class LocalRay:
     on the exception says where it is. KeyboardInterrupt and the like do not count.
 
     Args:
-        workers: actors that will run, each on one (logical) CPU.
+        workers: the number of actors that will run, each on one (logical) CPU.
         keep_logs: keep the folder in any case.
-        log_level: of Ray's own log.
+        log_level: the level of Ray's own log.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LocalRay:
 
     @property
     def logs(self) -> Path:
-        """Where Ray's processes and the workers write their logs."""
+        """The folder in which Ray's processes and the workers write their logs."""
         assert self._folder is not None, "not entered"
         return self._folder.path / "session_latest" / "logs"
 
@@ -119,12 +119,12 @@ _PARAMETERS = {
     # Nothing scales here, so nothing that would decide on it runs.
     "no_monitor": True,
 }
-"""What `ray start` has options for, and `ray.init` has not."""
+"""The parameters that `ray start` has options for, and `ray.init` has not."""
 
 
 @contextlib.contextmanager
 def _own_parameters() -> Iterator[None]:
-    """Start a Ray meanwhile with `_PARAMETERS`, those that it does not know any more left out."""
+    """Let a Ray that starts in this context use `_PARAMETERS`, except those it no longer knows."""
     module = ray._private.parameter
     before = module.RayParams
     known = inspect.signature(before).parameters

@@ -1,4 +1,6 @@
-"""Copies a checkpoint to the nodes of a Ray cluster, once a node, in pieces, checked by digest.
+"""The copying of a checkpoint to the nodes of a Ray cluster: in pieces, checked by digest.
+
+Each node gets it at most once.
 
 The process that starts the cluster has a `ModelSource` beside it: an actor that reads pieces of
 files on request. What it returns goes through Ray's object store and is freed when it is written,
@@ -27,39 +29,39 @@ SOURCE: Final = "model-source"
 """The actor's name, in the cluster's namespace."""
 PIECE_BYTES: Final = 16 << 20
 _AHEAD: Final = 2
-"""Pieces that are asked for before they are written."""
+"""The number of pieces that are requested ahead of the one being written."""
 
 Files = Mapping[str, str]
-"""The sha256 of each file of a checkpoint, by its name."""
+"""The sha256 of each file of a checkpoint, by the file's name."""
 Checkpoint = tuple[Path, Files]
-"""Its folder, and what is in it."""
+"""A checkpoint's folder and its files."""
 
 
 def files_of(checkpoint: Path) -> Files:
-    """The files that make up a checkpoint. Reads all of them."""
+    """Return the files that make up a checkpoint. Reads all of them."""
     names = (path.name for path in sorted(checkpoint.iterdir()) if path.is_file())
     wanted = (name for name in names if any(fnmatch.fnmatch(name, one) for one in CHECKPOINT_FILES))
     return {name: sha256_of(checkpoint / name) for name in wanted}
 
 
 class ModelSource:
-    """The actor that reads checkpoints, where the command runs that has found them.
+    """The actor that reads checkpoints on the machine of the command that has found them.
 
     Args:
-        checkpoints: the folders, by the digest of their `Files`; nothing else is read.
+        checkpoints: the folders by the digest of their `Files`; no other folder is read.
     """
 
     def __init__(self, checkpoints: Mapping[str, Path]) -> None:
         self._checkpoints = checkpoints
 
     def piece(self, digest: str, name: str, offset: int) -> bytes:
-        """At most `PIECE_BYTES` of a file; empty at its end."""
+        """Return at most `PIECE_BYTES` of a file; empty at its end."""
         with (self._checkpoints[digest] / Path(name).name).open("rb") as file:
             file.seek(offset)
             return file.read(PIECE_BYTES)
 
     def process(self) -> ProcessIdentity | None:
-        """This process, among all; None where the system does not say it."""
+        """Return this process's identity on its machine; None where the system does not tell it."""
         try:
             return ProcessIdentity.of_this_process()
         except OSError:
@@ -68,9 +70,9 @@ class ModelSource:
 
 @contextmanager
 def offering(*checkpoints: Checkpoint) -> Iterator[None]:
-    """A context in which every node can have copies of these checkpoints, from this machine.
+    """Open a context in which every node can copy these checkpoints from this machine.
 
-    Raises ClusterError if another cluster of this name runs, with or without such an offer.
+    Raises ClusterError if another cluster of this name runs, whether it offers checkpoints or not.
     """
     check_name_is_free()
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -88,7 +90,7 @@ def offering(*checkpoints: Checkpoint) -> Iterator[None]:
 
 
 def offer_for_good(namespace: str, *checkpoints: Checkpoint) -> None:
-    """Let every node have copies of these checkpoints from this machine, until the cluster ends."""
+    """Let every node copy these checkpoints from this machine, until the cluster ends."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     placed = ray.remote(ModelSource).options(
         name=SOURCE,
@@ -103,24 +105,25 @@ def offer_for_good(namespace: str, *checkpoints: Checkpoint) -> None:
 
 
 def digest_of(files: Files) -> str:
-    """What names a checkpoint in caches: the digest of its files' names and digests."""
+    """Return a checkpoint's name in caches: the digest of its files' names and digests."""
     lines = "".join(f"{digest} {name}\n" for name, digest in sorted(files.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def local_copy(path: Path, files: Files, cache: Path) -> Path:
-    """A checkpoint with these files on this node: at its own path, or a copy in the cache.
+    """Return a folder with these files on this node: the checkpoint's path, or a copy in the cache.
 
-    Blocks while they are copied; of several workers one copies, and the others wait.
+    Blocks while they are copied; if several workers need the copy, one makes it and the others
+    wait.
 
     Args:
-        path: where the checkpoint lies on the node that it comes from.
-        files: what must be there.
+        path: the checkpoint's path on the node that it comes from.
+        files: the files that must be there.
         cache: a folder on this node.
 
     Raises:
-        ModelError: what was copied is something else, or nobody offers it.
-        OSError: it cannot be written, above all because the disk is full.
+        ModelError: the copy has other digests, or no process offers the checkpoint.
+        OSError: the copy cannot be written, mostly because the disk is full.
     """
     if _is_there(path, files):
         return path
@@ -162,7 +165,7 @@ def _fetch(folder: Path, digest: str, files: Files) -> None:
 
 
 def _pieces(source: Any, digest: str, name: str) -> Iterator[bytes]:
-    """The pieces of a file in order, some asked for ahead."""
+    """Yield the pieces of a file in order, some requested ahead."""
     asked: deque[Any] = deque()
     offset = 0
     while True:

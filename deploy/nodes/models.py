@@ -1,4 +1,4 @@
-"""Finds, fetches or converts the checkpoint folder that ``--model`` means."""
+"""The checkpoint folder that `--model` means: found, fetched or converted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 CHECKPOINT_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
 _HUB_UNWANTED: Final = ["*/*", "consolidated*.safetensors"]
-"""Subfolders, and the same weights once more in Mistral's own layout."""
+"""The files not to fetch: subfolders, and the same weights again in Mistral's own layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class ModelFolder:
     name: str
     path: Path
     draft_path: Path | None = None
-    """The checkpoint folder of the model that drafts for it, if one does."""
+    """The checkpoint folder of its draft model; None: there is none."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The sha256 of its files, if nodes are to get copies of them; and so of the draft's."""
+    """The sha256 of its files, and below of the draft's, if nodes are to get copies of them."""
     draft_files: Mapping[str, str] = field(default_factory=dict)
 
 
 class _NotFoundError(Exception):
-    """There is no such model; the caller adds the option's name."""
+    """An error: there is no such model; the caller adds the option's name."""
 
 
 def convert(source: Path, folder: Path, dtype: str) -> None:
-    """Fill `folder` with the checkpoint that a GGUF file holds.
+    """Fill `folder` with the checkpoint in a GGUF file.
 
     Raises model_runner's CheckpointError for a file that is not a usable one.
     """
@@ -74,7 +74,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
 
 
 def users_models() -> ConvertedModels:
-    """The cache of converted models that all of the user's clusters share."""
+    """Return the cache of converted models that all of the user's clusters share."""
     return ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
 
 
@@ -86,14 +86,14 @@ def resolve_model(
     *,
     option: str = "--model",
 ) -> ModelFolder:
-    """Find, fetch or convert what `model` means.
+    """Find, fetch or convert the model that `model` names.
 
     In this order: an alias, a ``.gguf`` file, a checkpoint folder, a hub id.
 
     Args:
-        dtype: what a GGUF file is converted to; a checkpoint stays as it is.
-        say: is called with what is being done, if that takes long.
-        option: the one that `model` was given with.
+        dtype: the type that a GGUF file is converted to; a checkpoint stays as it is.
+        say: is called with a line on each step that takes long.
+        option: the option that `model` was given with, for errors.
 
     Raises:
         ModelError: there is no such model, or it cannot be fetched.
@@ -145,7 +145,7 @@ def _from_package(
 
 
 def _packaged_file(alias: str, package: PackagedModel) -> Path:
-    """The path of the package's file; the package itself is not imported."""
+    """Return the path of the package's file; the package itself is not imported."""
     spec = importlib.util.find_spec(package.module)
     for folder in (spec and spec.submodule_search_locations) or []:
         path = Path(folder, package.file)

@@ -1,4 +1,4 @@
-"""Placement groups that outlive who made them, found again by their names."""
+"""Placement groups that outlive the process that made them, found again by their names."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ _REMOVED: Final = "REMOVED"
 
 
 def group_name(namespace: str, worker: str) -> str:
-    """The name of the group that was made for this worker, and perhaps others after it.
+    """Return the name of the group that was made for this worker; later ones may use its places.
 
-    Ray knows groups by the namespace of whoever made them, too, so a name has the cluster's in it.
+    The name contains the cluster's namespace: Ray's own lookup uses the namespace of the process
+    that made the group, which may be another one.
     """
     return f"{namespace}/{worker}"
 
 
 def find_groups(namespace: str) -> dict[str, PlacementGroup]:
-    """A cluster's placement groups, by name. Asks Ray's head, and blocks meanwhile."""
+    """Return a cluster's placement groups, by name. Blocks while Ray's head is asked."""
     table = ray.util.placement_group_table()
     return {
         one["name"]: PlacementGroup(PlacementGroupID(bytes.fromhex(one["placement_group_id"])))

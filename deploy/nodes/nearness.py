@@ -1,4 +1,4 @@
-"""Where the workers of a role are placed so that pairs are near each other (``--near``)."""
+"""The choice of nodes for a role's workers so that pairs are near each other (`--near`)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Crowd:
 
     count: int
     needs: Mapping[str, float]
-    """Of one of them, of what Ray counts."""
+    """The amounts that one worker takes of each resource that Ray counts."""
     nodes: Nodes
     spread: Spread
     with_others: float = 1.0
-    """Workers for which there should be room where one of them is, itself included."""
+    """The number of workers that should have room where one of them is, itself included."""
     partners: Nodes = field(default_factory=Nodes)
-    """Where the workers may run that they are to be near to."""
+    """The nodes for the other role's workers, which these are to be near to."""
 
 
 def labels_near(label: str, crowd: Crowd, others: Iterable[str]) -> list[dict[str, str]]:
-    """The labels of the nodes for each worker, one value of `label` among them. Blocks.
+    """Return the labels of the nodes for each worker, one value of `label` among them. Blocks.
 
     A worker for which no value has room may be placed anywhere.
 
     Args:
-        label: whose values say what is near.
+        label: the label whose values say which nodes are near each other.
         crowd: the workers.
-        others: the ids of the nodes of those that they are to be near to, one for each.
+        others: the node ids of the workers that they are to be near to, one for each.
     """
     values = {node["NodeID"]: (node.get("Labels") or {}).get(label, "") for node in ray.nodes()}
     taken = Counter(value for one in others if (value := values.get(one, "")))
@@ -46,14 +46,14 @@ def labels_near(label: str, crowd: Crowd, others: Iterable[str]) -> list[dict[st
 def choose_values(
     rooms: Mapping[str, list[int]], others: Mapping[str, int], may_have: Set[str], crowd: Crowd
 ) -> list[str]:
-    """The value for each worker of a role; empty where none has room.
+    """Return the label's value for each worker of a role; empty where none has room.
 
-    The first role's workers go where there is most room for them and for those of other roles.
-    A later role's are spread in proportion to those that run already.
+    The first role's workers go where there is most room for all roles. A later role's workers are
+    spread in proportion to those that run already.
 
     Args:
-        rooms: for workers of this role on each node, by value.
-        others: workers of the other role that run, by value.
+        rooms: the number of this role's workers for which each node has room, by value.
+        others: the number of the other role's running workers, by value.
         may_have: the values of nodes where workers of the other role may run.
         crowd: the workers.
     """
@@ -91,7 +91,7 @@ def _choose(
 
 
 def _rooms(label: str, crowd: Crowd) -> dict[str, list[int]]:
-    """For how many workers each node has room, by the label's value."""
+    """Return the number of workers for which each node has room, by the label's value."""
     free = ray._private.state.available_resources_per_node()
     rooms: dict[str, list[int]] = {}
     for node in ray.nodes():

@@ -1,4 +1,4 @@
-"""What Ray knows of the workers on this node, and how it is told that the node goes."""
+"""The workers on this node as Ray knows them, and the notice to Ray that the node leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.wire.worker_info import WorkerRole
 
 _GOES: Final = 2  # DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION of ray's autoscaler.proto
 _NAMESPACE: Final = "kvrelay/leave"
-"""Of this command's own, where no cluster has workers."""
+"""Ray's namespace of this command, in which no cluster has workers."""
 _CLASSES: Final = {actor_class_name(role) for role in WorkerRole}
 
 
@@ -27,13 +27,13 @@ class NodeWorker:
 
 
 def leave_node(address: str, seconds: float) -> list[NodeWorker]:
-    """Let Ray place nothing more on this node; returns the workers that run here.
+    """Let Ray place nothing more on this node; return the workers that run here.
 
     Raises ClusterError if Ray cannot be joined or does not agree.
 
     Args:
-        address: of the Ray, or ``auto``.
-        seconds: after which the node may be gone.
+        address: the address of Ray's head, or ``auto``.
+        seconds: the time after which the node may be gone.
     """
     with JoinedRay(address, _NAMESPACE):
         node = ray.get_runtime_context().get_node_id()

@@ -1,9 +1,9 @@
-"""Keeps a worker to one NUMA node of its machine, where the machine has several.
+"""The binding of a worker to one NUMA node of its machine, where the machine has several.
 
 Its threads run on that node's cores alone. Linux takes a page from the node of the core that first
-writes it, as long as that node has free memory, so weights and pools lie beside the cores that
-compute with them. A binding of memory would add an end out of memory where the node is full, and
-containers may not ask for one; a policy that the process was started with (numactl) stays.
+writes it, as long as that node has free memory. So weights and pools lie beside the cores that
+compute with them. Memory itself is not bound. A bound process is killed when its node is full, and
+containers may not bind memory. A policy that the process was started with (numactl) stays.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MOST_SHARERS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """Cores, and the memory beside them."""
+    """A NUMA node: cores, and the memory beside them."""
 
     number: int
     cores: frozenset[int]
-    """Of those that the process may run on."""
+    """The node's cores that the process may run on."""
     memory_bytes: int
 
 
@@ -43,14 +43,14 @@ class NumaHome:
 
     node: NumaNode
     _claim: socket.socket
-    """Lets other workers of the machine know; the system closes it with the process."""
+    """A bound socket whose name marks the node as taken; the system closes it with the process."""
 
 
 def numa_nodes(sys: Path = _SYS) -> tuple[NumaNode, ...]:
-    """The nodes with memory and with cores that this process may run on, by number.
+    """Return the nodes, by number, with memory and with cores that this process may run on.
 
     Args:
-        sys: where the system tells of its hardware.
+        sys: the folder in which the system describes its hardware.
     """
     allowed = os.sched_getaffinity(0)
     found = []
@@ -65,26 +65,26 @@ def numa_nodes(sys: Path = _SYS) -> tuple[NumaNode, ...]:
 
 
 def parse_cores(text: str) -> Iterable[int]:
-    """The numbers in ``0-3,8``; none in an empty list."""
+    """Yield the numbers in `0-3,8`; none in an empty list."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def keep_to_one_node(threads: int, device: str, sys: Path = _SYS) -> NumaHome | None:
-    """Let all threads of this process run on the cores of one node.
+    """Let all threads of this process run only on the cores of one node.
 
-    It is the node of the worker's GPU, else the one that the fewest workers keep to. Workers learn
-    of each other only within one network namespace. Call it before threads are started that
-    allocate memory, and keep what it returns.
+    It is the node of the worker's GPU, or else the one with the fewest workers. Workers see each
+    other only within one network namespace. Call it before threads start that allocate memory, and
+    keep the result alive.
 
     Args:
-        threads: of one forward.
+        threads: the number of threads of one forward pass.
         device: ``cpu`` or ``cuda``.
-        sys: where the system tells of its hardware.
+        sys: the folder in which the system describes its hardware.
 
     Returns:
-        None: the machine has one node, or no node has so many cores.
+        the node; None: the machine has one node, or no node has enough cores.
     """
     nodes = numa_nodes(sys)
     if len(nodes) < 2:
@@ -104,10 +104,13 @@ def keep_to_one_node(threads: int, device: str, sys: Path = _SYS) -> NumaHome | 
 
 
 def nodes_from(nodes: Sequence[NumaNode], network: int) -> list[NumaNode]:
-    """The nodes from another one on in each network, so that workers apart do not share the first.
+    """Rotate the nodes by a number from the network namespace.
+
+    Workers in different namespaces cannot see each other, so they must not all begin with the
+    first.
 
     Args:
-        nodes: in one order for all workers.
+        nodes: the nodes, in the same order for all workers.
         network: the number of a network namespace.
     """
     start = zlib.crc32(network.to_bytes(8, "big")) % max(1, len(nodes))
@@ -115,12 +118,12 @@ def nodes_from(nodes: Sequence[NumaNode], network: int) -> list[NumaNode]:
 
 
 def _network() -> int:
-    """The number of this process's network namespace: a claim holds within it."""
+    """Return the number of this process's network namespace, in which a claim is visible."""
     return Path("/proc/self/ns/net").stat().st_ino
 
 
 def _claim(nodes: Sequence[NumaNode]) -> NumaHome | None:
-    """The first node that fewer workers of this network keep to than to those before it."""
+    """Claim the node with the fewest workers in this network namespace; on a tie, the first."""
     for turn, node in itertools.product(range(_MOST_SHARERS), nodes):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
@@ -133,14 +136,14 @@ def _claim(nodes: Sequence[NumaNode]) -> NumaHome | None:
 
 
 def _run_on(cores: frozenset[int]) -> None:
-    """Move all threads of this process; those that they start inherit it."""
+    """Move all threads of this process; threads that they start later inherit it."""
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cores)
 
 
 def _node_of_gpu(address: str, sys: Path) -> int | None:
-    """The node that a GPU is attached to; None if the system does not say it."""
+    """Return the node that a GPU is attached to; None if the system does not tell it."""
     try:
         number = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -149,7 +152,7 @@ def _node_of_gpu(address: str, sys: Path) -> int | None:
 
 
 def _gpu_address() -> str:
-    """The PCI address of this process's GPU, as the system writes it."""
+    """Return the PCI address of this process's GPU, as the system writes it."""
     import torch
 
     gpu = torch.cuda.get_device_properties(0)

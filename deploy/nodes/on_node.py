@@ -1,4 +1,4 @@
-"""What a worker finds out on the node that Ray has placed it on: its address, devices, labels."""
+"""Facts that a worker learns only on its node: its address, network devices, labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.net.addresses import is_loopback
 
 NODES_ADDRESS: Final = ""
-"""As a worker's `host` or `metrics_host`: the address of the node that it runs on."""
+"""The value of a worker's `host` or `metrics_host` that means the address of its node."""
 _RDMA: Final = Path("/sys/class/infiniband")
 _GET_ADDRESSES: Final = 0x8912  # SIOCGIFCONF of linux/sockios.h
 _ENTRY: Final = struct.Struct("16s4x4s16x")  # ifreq of linux/if.h: a name and an IPv4 address
@@ -27,9 +27,9 @@ _MOST_ADDRESSES: Final = 1024
 
 
 def on_this_node(config: WorkerConfig) -> WorkerConfig:
-    """A worker's configuration with what is known only on its node. Blocks.
+    """Complete a worker's configuration with facts that are known only on its node. Blocks.
 
-    Sets UCX's devices in the environment, too, before NIXL is imported.
+    This also sets UCX's devices in the environment, before NIXL is imported.
 
     Raises:
         TlsFileError: the certificate here does not name the host that it is checked against.
@@ -52,7 +52,7 @@ def on_this_node(config: WorkerConfig) -> WorkerConfig:
 
 
 def with_local_model(config: WorkerConfig) -> WorkerConfig:
-    """The configuration with the checkpoints that this node has, after they are copied to it."""
+    """Return the configuration with this node's own checkpoints, copied here if need be."""
     if config.model_files:
         cache = Environment.read().cache_home / "kvrelay" / "copies"
         config = replace(
@@ -65,14 +65,14 @@ def with_local_model(config: WorkerConfig) -> WorkerConfig:
 
 
 def address_here(advertised: Mapping[str, str]) -> str:
-    """Where workers of this node listen: as advertised for it, for all, or its address in Ray."""
+    """Return the host at which workers listen here: as advertised, or the node's address in Ray."""
     address: str = ray.util.get_node_ip_address()
     names = (address, socket.gethostname(), "")
     return next((advertised[name] for name in names if name in advertised), address)
 
 
 def network_devices(host: str) -> str | None:
-    """The devices that UCX is to use for KV; None: all, or those that the environment names.
+    """Return the devices that UCX is to use for KV; None: all, or those that the environment names.
 
     Without a choice UCX listens on every interface. Shared memory is no network device: it is
     used in any case. With RDMA, UCX chooses among all devices: they have addresses of their own.
@@ -85,7 +85,7 @@ def network_devices(host: str) -> str | None:
 
 
 def _interface_of(host: str) -> str | None:
-    """The interface with this address; None if it cannot be told."""
+    """Return the interface with this address; None if there is none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,4 +1,4 @@
-"""The temporary folder of one local Ray; one that a killed process left is removed later."""
+"""The temporary folder of one local Ray; the folder of a killed process is removed later."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Final, TextIO
 _PREFIX: Final = "kvrelay-"
 _LOCK: Final = "owner.lock"
 _LONGEST_TEMP: Final = 40
-"""Ray's unix sockets lie some 60 characters deeper, and the system's limit is 107."""
+"""The longest temporary path: Ray's unix sockets add some 60 characters, and the limit is 107."""
 
 
 class RayFolder:
     """A new temporary folder that this process owns until it removes or keeps it.
 
-    The owner holds a lock on a file in the folder. The system drops the lock when the owner
-    dies, for whatever reason: a folder whose file is not locked is left over. A folder without
-    that file was kept for the user, or is none of these.
+    The owner holds a lock on a file in the folder. The system drops the lock when the owner dies,
+    so a folder whose file is not locked is left over. A folder without that file was kept for the
+    user, or is not one of these folders.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class RayFolder:
         self._lock = self._locked()
 
     def remove(self) -> None:
-        """Delete it with all that is in it."""
+        """Delete the folder and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -41,9 +41,7 @@ class RayFolder:
         self._lock.close()
 
     def _locked(self) -> TextIO:
-        """Make the lock's file. It gets its name only when it is locked, so that no other
-        process can find it unlocked.
-        """
+        """Make the lock's file; it is locked before it has its name, so never found unlocked."""
         unnamed = self.path / "owner.new"
         file = unnamed.open("w")
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -59,7 +57,10 @@ def _remove_left_over(parent: Path) -> None:
 
 
 def _remove_if_left_over(folder: Path) -> None:
-    """Raises OSError if the folder cannot be judged, above all while its owner lives."""
+    """Delete a folder that is left over.
+
+    Raises OSError if that cannot be determined, above all while its owner lives.
+    """
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         return
     lock = folder / _LOCK

@@ -1,4 +1,4 @@
-"""Where Ray runs the workers: a placement group for each role."""
+"""The workers' places in Ray: a placement group for each role."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from kvrelay.wire.worker_info import WorkerRole
 
 _log = logging.getLogger(__name__)
 _SAY_SECONDS: Final = 10.0
-"""Between two lines about what is waited for."""
+"""The time between two log lines about a wait for Ray."""
 _PARTNERS: Final = {
     WorkerRole.PREFILL: WorkerRole.DECODE,
     WorkerRole.DECODE: WorkerRole.PREFILL,
 }
-"""Which workers hand KV over to which others, or take it over."""
+"""The role that hands KV over to, or takes it over from, each role."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """What a worker takes of its node, and which nodes may have which workers."""
+    """The resources that a worker takes of its node, and the nodes that may have which workers."""
 
     cpus: int = 1
     gpus: float | None = None
-    """On --device cuda; None: an equal share of all that Ray has."""
+    """GPUs of one worker on --device cuda; None: an equal share of all that Ray has."""
     nodes: Mapping[WorkerRole, Nodes] = field(default_factory=dict)
     spread: Spread = Spread.SPREAD
     near: str = ""
     """The label whose values say which prefill and decode workers are near each other."""
     wait_seconds: float = 30.0
-    """For Ray to reserve what the workers of a role need."""
+    """The time that Ray has to reserve the places of a role's workers."""
     names_actors: bool = False
     """Whether an actor has its worker's name in Ray's namespace, where no other can have it."""
     namespace: str = ""
-    """Where actors and groups have names, and outlive who made them; empty: they do not."""
+    """Ray's namespace of actors and groups that outlive their maker; empty: they do not."""
 
     @classmethod
     def from_options(cls, options: MachineOptions) -> PlacementPlan:
-        """The plan that the options mean."""
+        """Make the plan from the options."""
         return cls(
             cpus=options.worker_cpus,
             gpus=1.0 if options.worker_gpus is None and options.joins_ray else options.worker_gpus,
@@ -79,21 +79,21 @@ class RayPlaces:
         self._plan = PlacementPlan() if plan is None else plan
         self._groups: list[Any] = []
         self._bundles: dict[str, _Bundle] = {}
-        """By the name of the worker that has it."""
+        """The bundles in use, by worker name."""
         self._free: list[_Bundle] = []
-        """Bundles of workers that have left, in groups that others still use."""
+        """The bundles of workers that have left, in groups that other workers still use."""
 
     async def reserve(
         self, configs: Sequence[WorkerConfig], *, of_workers: int
     ) -> list[dict[str, Any]]:
         """Reserve a place for each worker of a role.
 
-        Raises ClusterError, in one line, if there is not enough room in time, or another cluster
+        Raises ClusterError, in one line, if there is not enough room in time, or if another cluster
         of this name runs.
 
         Args:
-            configs: of the role's workers.
-            of_workers: how many workers of all roles share the GPUs.
+            configs: the configurations of the role's workers.
+            of_workers: the number of workers of all roles that share the GPUs.
 
         Returns:
             Ray's options for each worker's actor.
@@ -133,16 +133,16 @@ class RayPlaces:
         ]
 
     async def add(self, config: WorkerConfig, *, of_workers: int) -> dict[str, Any]:
-        """A place for one more worker: Ray's options for its actor.
+        """Find a place for one more worker; return Ray's options for its actor.
 
-        A Ray of our own counts a CPU for each worker that it was started for, and nobody else is
-        there to share with. So one more is not counted, if it needs no GPU. Elsewhere it gets the
-        place of a worker that has left, or a new one. Raises ClusterError if there is no room, or
-        Ray cannot place a new one as --spread says.
+        A Ray of our own has a CPU for each worker that it was started for, and no other users. So a
+        further worker is not counted there, if it needs no GPU. Elsewhere it gets the place of a
+        worker that has left, or a new place. Raises ClusterError if there is no room, or if Ray
+        cannot place a new one as --spread says.
 
         Args:
-            config: the worker's.
-            of_workers: how many workers of all roles share the GPUs.
+            config: the worker's configuration.
+            of_workers: the number of workers of all roles that share the GPUs.
         """
         if config.device == "cpu" and OWN_RAY in ray.cluster_resources():
             return self._uncounted(config)
@@ -167,13 +167,13 @@ class RayPlaces:
     ) -> dict[str, dict[str, Any]]:
         """Take over the places that another controller has reserved. Blocks.
 
-        Groups that nobody has a place in, or is about to get one, are given back to Ray.
+        Groups in which no worker has a place, or is about to get one, are given back to Ray.
 
         Args:
-            configs: of the workers, by name.
-            places: those that they have, by name.
-            placing: names of workers that have none yet.
-            of_workers: how many workers of all roles share the GPUs.
+            configs: the workers' configurations, by name.
+            places: the workers' places, by name; None: Ray counts none for it.
+            placing: the names of workers that are about to get a place.
+            of_workers: the number of workers of all roles that share the GPUs.
 
         Returns:
             Ray's options for their actors, by name.
@@ -204,14 +204,14 @@ class RayPlaces:
         return options
 
     def place_of(self, name: str) -> ActorPlace | None:
-        """A worker's place; None: it has none that Ray counts."""
+        """Return a worker's place; None: it has none that Ray counts."""
         bundle = self._bundles.get(name)
         return None if bundle is None else ActorPlace(bundle.group_name, bundle.index)
 
     def give_back(self, name: str) -> None:
-        """A worker has left for good: its place is another worker's of its role, or Ray's again.
+        """Free the place of a worker that has left for good, for another of its role or for Ray.
 
-        Ray takes back whole groups, so a place among others is kept.
+        Ray takes back only whole groups, so a place in a group that others use is kept.
         """
         bundle = self._bundles.pop(name, None)
         if bundle is None:
@@ -231,7 +231,7 @@ class RayPlaces:
             ray.util.remove_placement_group(group)
 
     def _labels(self, role: WorkerRole, crowd: Crowd) -> list[dict[str, str]]:
-        """The labels of the nodes for each worker of a role. Blocks."""
+        """Return the labels of the nodes for each worker of a role. Blocks."""
         partner = _PARTNERS.get(role)
         if not self._plan.near or partner is None:
             return [dict(crowd.nodes.labels)] * crowd.count
@@ -247,7 +247,7 @@ class RayPlaces:
         return needs
 
     async def _wait(self, group: Any, what: str, nodes: Nodes, needs: Mapping[str, float]) -> None:
-        """Wait until Ray has reserved a group, and say now and then why it has not."""
+        """Wait until Ray has reserved a group; log now and then why it has not."""
         give_up_at = time.monotonic() + self._plan.wait_seconds
         while True:
             left = give_up_at - time.monotonic()
@@ -261,7 +261,7 @@ class RayPlaces:
             _log.warning("%s; waiting for more nodes, or for others to end", line)
 
     def _take(self, config: WorkerConfig, bundle: _Bundle) -> dict[str, Any]:
-        """Let a worker have a bundle: Ray's options for its actor."""
+        """Give a bundle to a worker; return Ray's options for its actor."""
         self._bundles[config.name] = bundle
         needs = bundle.needs
         options = {
@@ -276,11 +276,11 @@ class RayPlaces:
         return options | self._lasting(config)
 
     def _uncounted(self, config: WorkerConfig) -> dict[str, Any]:
-        """Ray's options for an actor that takes nothing that Ray counts."""
+        """Return Ray's options for an actor that takes nothing that Ray counts."""
         return {"num_cpus": 0.0, "max_restarts": -1} | self._lasting(config)
 
     def _lasting(self, config: WorkerConfig) -> dict[str, Any]:
-        """Ray's options that name an actor, and let it outlive who made it."""
+        """Return Ray's options that name an actor, and let it outlive the process that made it."""
         if self._plan.namespace:
             return {
                 "name": config.name,
@@ -292,26 +292,26 @@ class RayPlaces:
 
 
 def _node_of(bundle: _Bundle) -> str:
-    """The id of the node where a bundle is; empty while it has none."""
+    """Return the id of the node where a bundle is; empty while it has none."""
     table = ray.util.placement_group_table(bundle.group)
     node: str = table.get("bundles_to_node_id", {}).get(bundle.index, "")
     return node
 
 
 def check_name_is_free() -> None:
-    """Raise ClusterError if Ray's namespace has workers already."""
+    """Raise ClusterError if Ray's namespace already has workers."""
     if any(name.rpartition("-")[0] in set(WorkerRole) for name in ray.util.list_named_actors()):
         raise name_is_taken()
 
 
 def name_is_taken() -> ClusterError:
-    """What to raise where another cluster has this one's name."""
+    """Return the error for a cluster's name that another cluster has."""
     _, _, name = ray.get_runtime_context().namespace.rpartition("/")
     return ClusterError(f"--cluster-name: {name} runs in this Ray already")
 
 
 def _gpu_share(workers: int) -> float:
-    """The part of a GPU that each worker gets: all of it, unless workers have to share."""
+    """Return the part of a GPU that each worker gets: all of it, unless workers have to share."""
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if gpus == 0:
         raise ClusterError("--device: Ray finds no GPU on this machine")
@@ -319,7 +319,7 @@ def _gpu_share(workers: int) -> float:
 
 
 def _what_lacks(nodes: Nodes, needs: Mapping[str, float]) -> str:
-    """What each living node lacks for one worker, in words."""
+    """Say in words what each living node lacks for one worker."""
     free = ray._private.state.available_resources_per_node()
     lines = []
     for node in ray.nodes():

@@ -1,4 +1,4 @@
-"""How long a worker may take to start: it depends on how much it has to read."""
+"""The time that a worker may take to start, which depends on the size of its weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.weights_read import weight_bytes
 
 SLOWEST_BYTES_PER_SECOND: Final = 50e6
-"""At which weights come from a disk that still counts as usable."""
+"""The lowest rate at which a usable disk reads weights."""
 
 
 def start_seconds(config: WorkerConfig) -> float:
-    """For a worker's start: the option, and the time to read all weights from a slow disk."""
+    """Return the time for a start: the option, plus reading all weights at that rate."""
     return config.start_timeout + weight_bytes(config) / SLOWEST_BYTES_PER_SECOND

@@ -22,12 +22,14 @@ _ASK_AGAIN_SECONDS: Final = 0.2
 
 
 class WorkerActor:
-    """Places the actor when it is made; Ray then starts a new process whenever one ends.
+    """The handle of a worker's actor.
+
+    Making it places the actor; Ray then starts a new process whenever one ends.
 
     Args:
-        config: what the worker is to be.
-        placement: Ray's options: where the actor runs and what it takes there.
-        log_level: of the worker's process.
+        config: the worker's configuration.
+        placement: Ray's options: where the actor runs and which resources it takes there.
+        log_level: the level of the worker's log.
     """
 
     def __init__(self, config: WorkerConfig, placement: dict[str, Any], log_level: int) -> None:
@@ -58,16 +60,16 @@ class WorkerActor:
         seconds: float,
         longest_pause_seconds: float = LONGEST_SECONDS,
     ) -> T:
-        """Call the actor until it answers, in whatever process.
+        """Call the actor until it answers, if need be in a new process.
 
-        The worker has started before with this configuration, so what fails now is taken to
-        pass: it is tried again, in a fresh process, after ever longer pauses.
+        The worker has started before with this configuration, so a failure is taken as temporary.
+        The call is repeated in a fresh process, after ever longer pauses.
 
         Args:
-            method: is called without arguments.
-            seconds: after which a process that has not answered is killed; twice as many for
-                each one after it, because one that still imports its modules does not hang.
-            longest_pause_seconds: before it is tried again.
+            method: the method, which is called without arguments.
+            seconds: the time after which a process that has not answered is killed. It doubles for
+                each further process, because one that still imports its modules does not hang.
+            longest_pause_seconds: the longest pause between two attempts.
         """
         name, pauses = self._config.name, Pauses(longest_pause_seconds)
         while True:
@@ -91,18 +93,17 @@ class WorkerActor:
             await pauses.pause()
 
     async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:
-        """Ask until it answers; None: no worker has started in its process yet.
+        """Ask until the process answers; None: no worker has started in it yet.
 
-        That takes a process no time, so one that has not answered after `seconds` is killed.
-        Ray fails a call while it has not noticed that a process has ended, so it is soon tried
-        again.
+        The answer takes a process no time, so one that has not answered after `seconds` is killed.
+        Ray fails calls until it has noticed that a process has ended, so the pauses are short.
         """
         return await self.call_until_answered(
             WorkerHost.current, seconds=seconds, longest_pause_seconds=_ASK_AGAIN_SECONDS
         )
 
     def why(self, error: Exception) -> str:
-        """Why the worker did not start, in one line."""
+        """Return why the worker did not start, in one line."""
         cause = getattr(error, "cause", None)
         if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
             # Its gRPC port is any free one.
@@ -118,11 +119,11 @@ class WorkerActor:
         ray.kill(self._handle)
 
     def place_again(self) -> None:
-        """Make the actor anew, after Ray has given it up, unless its name says that it is there.
+        """Make the actor again after Ray has given it up, unless one of its name exists.
 
-        Ray says of a node's actors that they have died when the node was told to leave, and
-        starts them elsewhere all the same. An actor that is not detached ends when the handle is
-        gone that made it: one that was found by its name does not keep it alive.
+        When a node was told to leave, Ray reports its actors as dead but still starts them
+        elsewhere. An actor that is not detached ends with the handle that made it: a handle that
+        was found by name does not keep it alive.
         """
         name = self._placement.get("name")
         detached = "lifetime" in self._placement
@@ -136,7 +137,7 @@ class WorkerActor:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a call failed, in one line."""
+    """Return why a call failed, in one line."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         if isinstance(cause, ModuleNotFoundError):

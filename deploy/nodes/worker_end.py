@@ -1,4 +1,4 @@
-"""Why a worker's process ended, as far as its controller has learnt."""
+"""The cause of the end of a worker's process, as far as its controller knows it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from kvrelay.mem_cache.errors import ConservationError
 
 
 class WorkerEnd(StrEnum):
-    """The value is a label of metrics."""
+    """The causes; each value is a label of metrics."""
 
     DRAINED = "drained"
-    """It had drained."""
+    """The worker had drained."""
     CONSERVATION = "conservation"
-    """It found its account of memory wrong: pages were lost, or had two owners."""
+    """The worker found its account of memory wrong: pages were lost, or had two owners."""
     ENGINE_FAILED = "engine_failed"
-    """Its engine, its transfer agent or its forwards failed."""
+    """The worker's engine, its transfer agent or its forward passes failed."""
     SILENT = "silent"
-    """It did not answer for too long, so it was killed."""
+    """The worker did not answer for too long, so it was killed."""
     LOST = "lost"
-    """It ended, or was out of reach until its lease was over, and nobody said why."""
+    """The process ended, or was unreachable until its lease was over; the cause is not known."""
 
     @classmethod
     def of_failure(cls, reason: str) -> WorkerEnd:
-        """The cause behind what `Worker.failed` returns, which begins with the error's name."""
+        """Return the cause behind the text of `Worker.failed`, which begins with the error."""
         error, _, _ = reason.partition(":")
         return cls.CONSERVATION if error == ConservationError.__name__ else cls.ENGINE_FAILED

@@ -1,4 +1,4 @@
-"""The Ray actor that a worker lives in."""
+"""The Ray actor in whose process a worker runs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _log = logging.getLogger(__name__)
 _ENGINE_DIED: Final = 70
 _DRAINED: Final = 71
 _LEASE_RAN_OUT: Final = 72
-"""Exit statuses; Ray takes any but its own for a crash, and starts another process."""
+"""The process's exit statuses; Ray takes them for a crash, and starts another process."""
 _LAST_WORD_SECONDS: Final = 2.0
-"""For the controller to hear why the process is about to end: it counts the causes."""
+"""The time in which the controller can hear why the process is about to end: it counts the causes.
+"""
 _LAST_LINE_SECONDS: Final = 0.5
-"""For the log."""
+"""The time in which the last log line can be written."""
 
 
 class HostedWorker(Protocol):
-    """What a role's `build` returns."""
+    """A role's worker, as its `build` returns it."""
 
     async def start(self) -> WorkerInfo:
         """Load the model, reserve the memory, listen."""
@@ -47,16 +48,16 @@ class HostedWorker(Protocol):
         """End every request and free everything."""
 
     def drain(self) -> None:
-        """Take no more requests; finish those that are here, or let others go on with them."""
+        """Take no more requests; finish the present ones, or let other workers take them over."""
 
     async def draining(self) -> None:
-        """Return when the worker drains, for whatever reason."""
+        """Return when the worker drains, for any reason."""
 
     async def quarantine_too_old(self) -> None:
         """Return when memory has been in quarantine for too long; until then, wait."""
 
     async def drain_if_quarantine_too_old(self) -> bool:
-        """Begin to drain if memory is in quarantine for too long; returns whether it is."""
+        """Begin to drain if memory is in quarantine for too long; return whether it is."""
 
     async def drained(self) -> None:
         """Return when the worker has drained: no request is left."""
@@ -68,7 +69,7 @@ class HostedWorker(Protocol):
         """Return when the engine's loop and the transfer agent have answered."""
 
     async def peer_died(self, incarnation: str) -> None:
-        """Learn, perhaps for the second time, that another worker's process has ended."""
+        """Note, perhaps for the second time, that another worker's process has ended."""
 
     @property
     def weights_read(self) -> float:
@@ -76,7 +77,7 @@ class HostedWorker(Protocol):
 
     @property
     def lease(self) -> WorkerLease:
-        """Its leave to serve; not begun."""
+        """The worker's lease, without which it must not serve; not begun yet."""
 
     @property
     def faults(self) -> FaultPlan:
@@ -113,29 +114,29 @@ BUILDERS: Final[dict[WorkerRole, BuildWorker]] = {
     WorkerRole.DECODE: _build_decode,
     WorkerRole.AGGREGATED: _build_aggregated,
 }
-"""What makes a role's worker, which is not started yet."""
+"""The function that builds a role's worker, which is not started yet."""
 
 
 class WorkerHost:
-    """Hosts one worker. Ray makes a new one, in a new process, whenever one dies.
+    """The host of one worker. Ray makes a new one, in a new process, whenever one dies.
 
     Args:
-        config: what the worker is to be.
-        build: makes it.
-        log_level: of the process's log, which goes to its standard error.
+        config: the worker's configuration.
+        build: makes the worker.
+        log_level: the level of the process's log, which goes to its standard error.
     """
 
     sigterm: ClassVar[TermSignal | None] = None
-    """This process's SIGTERM; `actor_class` brings it."""
+    """The receipt of SIGTERM in this process; the class made by `actor_class` has it."""
 
     def __init__(self, config: WorkerConfig, build: BuildWorker, log_level: int) -> None:
         set_up_log(log_level, config.log_format, worker=config.name, role=config.role.value)
         self._config = config
         self._build = build
         self._worker: HostedWorker | None = None
-        """The one that has started."""
+        """The worker, once it has started."""
         self._beginner: HostedWorker | None = None
-        """The one that was started, whether it has or not."""
+        """The worker from the beginning of its start."""
         self._info: WorkerInfo | None = None
         self._home: NumaHome | None = None
         self._starting: asyncio.Task[WorkerInfo] | None = None
@@ -149,11 +150,11 @@ class WorkerHost:
         self._on_drained: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """Ray puts this before each line of the worker's log."""
+        """Return what Ray prints before each line of the worker's log."""
         return self._config.name
 
     async def start(self) -> Started:
-        """Build and start the worker: once in a process, however often this is called.
+        """Build and start the worker: once in a process, even if this is called repeatedly.
 
         A failure in the actor's constructor would be a crash, which Ray repeats for
         ever; here it is an exception, and the supervisor decides.
@@ -165,31 +166,31 @@ class WorkerHost:
         return Started(info, await self.process(), ray.util.get_node_ip_address())
 
     async def restart(self) -> Started:
-        """Start the worker in a later process: without the faults that the first one was to have.
+        """Start the worker in a later process, without the faults that the first one was to have.
 
-        Others can still be armed.
+        Other faults can still be armed.
         """
         if self._config.faults:
             self._config = dataclasses.replace(self._config, faults=())
         return await self.start()
 
     async def weights_read(self) -> float:
-        """The share of its weights that the worker has read, from 0 to 1."""
+        """Return the share of its weights that the worker has read, from 0 to 1."""
         return 0.0 if self._beginner is None else self._beginner.weights_read
 
     async def current(self) -> WorkerInfo | None:
-        """The worker that runs in this process; None before it has started."""
+        """Return the worker that runs in this process; None before it has started."""
         return self._info
 
     async def process(self) -> ProcessIdentity | None:
-        """This process, among all; None where the system does not say it."""
+        """Return this process's identity on its machine; None where the system does not tell it."""
         try:
             return ProcessIdentity.of_this_process()
         except OSError:
             return None
 
     async def end_process(self, identity: ProcessIdentity) -> bool:
-        """End another process, an earlier one of this worker, and wait until it has ended.
+        """End an earlier process of this worker, and wait until it has ended.
 
         Returns False at once if it cannot be seen from here: it is on another machine.
         """
@@ -204,7 +205,7 @@ class WorkerHost:
         return True
 
     async def watch(self, incarnation: str) -> None:
-        """Wait for the end of this process, which ends the call with an error.
+        """Wait for the end of this process, which fails the call.
 
         Returns at once in a process that is not this incarnation's.
         """
@@ -212,14 +213,13 @@ class WorkerHost:
             await asyncio.Event().wait()
 
     async def heartbeat(self, incarnation: str, renewal: Renewal | None) -> float | None:
-        """Return when the engine and the transfer agent have answered, not this process alone.
+        """Return when the engine and the transfer agent, not only this process, have answered.
 
-        The lease is renewed then. Raises StaleEpochError if the caller is not the controller any
-        more.
+        The lease is then renewed. Raises StaleEpochError if the caller is no longer the controller.
 
         Args:
-            incarnation: whose lease it is; another one's is not renewed.
-            renewal: None: the lease is to run on as it is.
+            incarnation: the incarnation whose lease is renewed.
+            renewal: the renewal; None: the lease runs on as it is.
 
         Returns:
             the stamp for the next renewal; None: this is not the incarnation's process.
@@ -243,7 +243,7 @@ class WorkerHost:
             worker.drain()
 
     async def draining(self, incarnation: str) -> bool:
-        """Wait until the worker drains, for whatever reason.
+        """Wait until the worker drains, for any reason.
 
         Returns False at once in a process that is not this incarnation's.
         """
@@ -263,7 +263,7 @@ class WorkerHost:
         return worker is not None
 
     async def drain_if_quarantine_too_old(self, incarnation: str) -> bool:
-        """Begin to drain the worker if that is still so; returns whether it is."""
+        """Begin to drain the worker if its quarantine is still too old; return whether it is."""
         worker = self._worker_of(incarnation)
         return worker is not None and await worker.drain_if_quarantine_too_old()
 
@@ -282,7 +282,7 @@ class WorkerHost:
         self._worker.faults.arm(faults)
 
     async def faults_fired(self) -> int:
-        """How many of the faults that were armed last have happened."""
+        """Return how many of the faults that were last armed have happened."""
         assert self._worker is not None
         return self._worker.faults.fired
 
@@ -297,10 +297,10 @@ class WorkerHost:
             await self._worker.peer_died(incarnation)
 
     async def last_word(self, incarnation: str) -> WorkerEnd:
-        """Wait until the process is about to end by itself; returns why.
+        """Wait until the process is about to end by itself; return the cause.
 
-        It ends once the caller has said that it heard so, or soon. Returns LOST at once in a
-        process that is not this incarnation's: it does not know what became of that.
+        The process ends once the caller confirms with `last_word_heard`, or soon after. Returns
+        LOST at once in a process that is not this incarnation's and so does not know its end.
         """
         if self._worker_of(incarnation) is None:
             return WorkerEnd.LOST
@@ -319,7 +319,7 @@ class WorkerHost:
             await asyncio.wait_for(self._heard.wait(), _LAST_WORD_SECONDS)
 
     def _worker_of(self, incarnation: str) -> HostedWorker | None:
-        """The worker, if it has started and is this incarnation."""
+        """Return the worker, if it has started and is this incarnation."""
         if self._info is None or self._info.incarnation != incarnation:
             return None
         return self._worker
@@ -340,7 +340,7 @@ class WorkerHost:
         return self._info
 
     async def _handle_sigterm(self) -> None:
-        """Drain a worker that serves at the first SIGTERM; end the process at any other."""
+        """Drain a serving worker at the first SIGTERM; end the process at any other."""
         if self.sigterm is None:
             return
         await self.sigterm.received()
@@ -351,7 +351,7 @@ class WorkerHost:
         os._exit(128 + signal.SIGTERM)
 
     def _end_without_lease(self) -> None:
-        """End the process at once, on whatever thread this is: others may take it for dead."""
+        """End the process at once, on any thread: others may take it for dead."""
         line = "no controller has renewed the lease for %g s (--worker-lease), so the process ends"
         # Another thread may hold the log's lock for as long as nobody reads standard error.
         saying = threading.Thread(
@@ -380,7 +380,10 @@ class WorkerHost:
 
 
 def _black_box() -> Path | None:
-    """A file that every process of this actor on this machine has alike; Ray removes its folder."""
+    """Return a file that all processes of this actor on this machine share.
+
+    Ray removes its folder.
+    """
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -391,7 +394,7 @@ def _black_box() -> Path | None:
 
 
 class _MadeOnArrival:
-    """An object that is pickled as a call: who unpickles it has what `make` returns there."""
+    """An object that is pickled as a call of `make`; unpickling it yields the call's result."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         self._make = make
@@ -401,26 +404,26 @@ class _MadeOnArrival:
 
 
 def _term_signal() -> TermSignal | None:
-    """None in a thread that no worker's process unpickles its class in."""
+    """Make the receipt of SIGTERM in the main thread; None in any other thread."""
     return TermSignal() if threading.current_thread() is threading.main_thread() else None
 
 
 def actor_class(role: WorkerRole) -> type[WorkerHost]:
-    """The class that Ray is to make a worker's actor of; its name is the process's title.
+    """Make the class of a role's actors for Ray; its name becomes the process's title.
 
-    It also takes SIGTERM from Ray, whose own handler would end the process at once. Python sets
-    signal handlers in the main thread alone, and Ray runs an actor's methods, its constructor
-    too, in other threads. But it unpickles the actor's class in the main thread. So the class
-    has an attribute that is pickled as a call of `TermSignal`, which sets the handler. The class
-    is made here and not at the top of the module, because a class that can be imported is pickled
-    by its name, without its attributes. Ray's `worker_process_setup_hook` runs in the main thread
-    as well, but before Ray sets its own handler. A controller that finds the actor by its name
-    unpickles the class, too, in another thread, and sets nothing.
+    The class also replaces Ray's handler of SIGTERM, which would end the process at once. Python
+    sets signal handlers in the main thread alone, and Ray runs an actor's methods, even its
+    constructor, in other threads. But it unpickles the actor's class in the main thread. So the
+    class has an attribute that is pickled as a call of `TermSignal`, which sets the handler. The
+    class is made here and not at the top of the module. A class that can be imported is pickled by
+    its name, without its attributes. Ray's `worker_process_setup_hook` runs in the main thread as
+    well, but before Ray sets its own handler. A controller that finds the actor by its name also
+    unpickles the class, but in another thread, and sets nothing.
     """
     attributes = {"sigterm": _MadeOnArrival(_term_signal)}
     return type(actor_class_name(role), (WorkerHost,), attributes)
 
 
 def actor_class_name(role: WorkerRole) -> str:
-    """What Ray calls the class of a role's actors."""
+    """Return Ray's name for the class of a role's actors."""
     return f"{role.capitalize()}Worker"

@@ -1,8 +1,8 @@
 """Proof that a worker's process has ended, from the operating system.
 
-Others release memory when they hear of a death, so it takes a proof: what Ray says of a process, a
-connection that broke, or silence is none. Linux has one: a pidfd refers to one process for ever,
-and becomes readable when the last thread of that process has ended.
+Others release memory when they hear of a death, so it must be proven. Ray's report on a process, a
+broken connection or silence is no proof. Linux has one: a pidfd refers to one process for ever, and
+becomes readable when the last thread of that process has ended.
 """
 
 from __future__ import annotations
@@ -16,29 +16,33 @@ from pathlib import Path
 from typing import Self
 
 _START_FIELD = 19
-"""Of /proc/PID/stat, counted from the field behind the process's name."""
+"""The index of the start time in /proc/PID/stat, counted from the field after the process's name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process, distinguished from every other one on every machine."""
+    """The identity of one process, distinct from every other one on every machine."""
 
     boot_id: str
-    """Of the machine, since it was started last."""
+    """The id of the machine's present boot."""
     pid_namespace: str
-    """Where `pid` means this process."""
+    """The namespace in which `pid` means this process."""
     pid: int
     start_ticks: int
-    """When it began, since the machine was started: another process may get the same pid later."""
+    """The time of its start, since the boot: another process may get the same pid later."""
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Who the caller is. Raises OSError where /proc does not say it."""
+        """Return the caller's own identity. Raises OSError where /proc does not tell it."""
         return cls.of(os.getpid())
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        """Who has a pid now, seen from this process. Raises OSError where /proc does not say it."""
+        """Return the identity of the process that has a pid now.
+
+        The pid is that of this process's namespace. Raises OSError where /proc does not tell it.
+        """
         return cls(_boot_id(), _pid_namespace(), pid, _start_ticks(pid))
 
 
@@ -59,7 +63,7 @@ class WorkerProcess:
 
     @classmethod
     def find(cls, identity: ProcessIdentity) -> Self | None:
-        """The process, which may have ended; None if it cannot be observed from here."""
+        """Find the process, which may have ended; None if it cannot be observed from here."""
         try:
             if (identity.boot_id, identity.pid_namespace) != (_boot_id(), _pid_namespace()):
                 return None
@@ -76,24 +80,24 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """None of its threads will run again."""
+        """Whether the process has ended: none of its threads will run again."""
         return self._ended.is_set()
 
     async def ended(self) -> None:
         """Wait until the process has ended: none of its threads will run again.
 
-        A process that is stopped has not.
+        A process that is stopped (SIGSTOP) has not ended.
         """
         await self._ended.wait()
 
     def kill(self) -> None:
-        """End it at once, even if it is stopped; does nothing if it has ended."""
+        """Kill the process at once, even if it is stopped; do nothing if it has ended."""
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):  # ended, and not noticed yet
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> None:
-        """Kill it and wait for its end, but not for longer; then observe it no more."""
+        """Kill the process, and wait at most `seconds` for its end; then stop observing it."""
         self.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -101,7 +105,7 @@ class WorkerProcess:
         self.close()
 
     def close(self) -> None:
-        """Observe it no more. Who waits for its end waits for ever."""
+        """Stop observing the process. A task that waits for its end then waits for ever."""
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)

@@ -23,7 +23,7 @@ _ONE_MACHINE = {
     # `ray.init(_node_ip_address="127.0.0.1")` would be resolved to another interface's address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Keep the processes of a Ray that has one machine from listening to other machines."""
+"""Settings that keep the processes of a single-machine Ray from listening to other machines."""
 _RAY_SETTINGS = {
     # Ray's metrics take any free port, so that several clusters run beside each other.
     "AUTOSCALER_METRIC_PORT": "0",
@@ -55,12 +55,12 @@ _RAY_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the commands read from environment variables."""
+    """The commands' inputs from environment variables."""
 
     cache_home: Path
     """XDG_CACHE_HOME, or ``~/.cache``: converted models lie below it."""
     token: str | None = field(default=None, repr=False)
-    """KVRELAY_TOKEN: what a client sends to a cluster that asks for a token."""
+    """KVRELAY_TOKEN: the token that a client sends to a cluster that asks for one."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Self:
@@ -86,17 +86,17 @@ def _token(variables: Mapping[str, str]) -> str | None:
 
 
 def set_process_variables() -> None:
-    """Set what Ray reads at its import, and what workers inherit; the user's own values stay."""
+    """Set what Ray reads at its import, and workers inherit; the user's own values stay."""
     for name, value in (_RAY_SETTINGS | _ONE_MACHINE).items():
         os.environ.setdefault(name, value)
 
 
 def allow_many_machines() -> None:
-    """Before Ray is imported: let it find this machine's address, by which others reach it."""
+    """Let Ray find the address by which other machines reach this one; call before its import."""
     for name in _ONE_MACHINE:
         os.environ.setdefault(name, "1")
 
 
 def set_network_devices(devices: str) -> None:
-    """Before NIXL is imported: let UCX use these network devices, unless its user says which."""
+    """Let UCX use these network devices, unless its user set some; call before NIXL's import."""
     os.environ.setdefault("UCX_NET_DEVICES", devices)

@@ -13,7 +13,7 @@ from kvrelay.net.addresses import host_port, is_loopback
 
 MAX_PORT: Final = 65535
 RELEASE_SECONDS: Final = 2.0
-"""For the processes of a cluster that was killed to end, and to give their ports back."""
+"""Seconds in which the processes of a cluster that was killed end and free their ports."""
 _LOOK_AGAIN_SECONDS: Final = 0.1
 
 
@@ -64,7 +64,7 @@ class Address:
             time.sleep(_LOOK_AGAIN_SECONDS)
 
     def in_the_way(self) -> OSError | None:
-        """Why nothing can listen here now; None: something can."""
+        """Return the error that keeps anything from listening here now; None if there is none."""
         try:
             family, kind, protocol, _, target = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM
@@ -80,9 +80,9 @@ class Address:
 
 
 DEFAULT_GRPC: Final = Address("127.0.0.1", 50051)
-"""Where `kvrelay serve` listens, and where the other commands look for it."""
+"""The address at which `kvrelay serve` listens, and which the other commands use."""
 DEFAULT_HTTP: Final = Address("127.0.0.1", 8000)
-"""Where `kvrelay serve` serves OpenAI's API, if nothing else listens there."""
+"""The address at which `kvrelay serve` serves OpenAI's API, if no other program listens there."""
 DEFAULT_ADMIN: Final = Address("127.0.0.1", 50052)
-"""Where `kvrelay serve` listens to operators, and where `kvrelay drain` looks for it."""
+"""The address at which `kvrelay serve` listens to operators, and which `kvrelay drain` uses."""
 DEFAULT_METRICS: Final = Address("127.0.0.1", 9400)

@@ -15,7 +15,7 @@ from kvrelay.net.addresses import is_loopback
 from kvrelay.options.declaration import Section, flag_of, option, options_of
 
 _ALONE: Final = {"cluster_name", "worker_gpus", "worker_cpus", "placement_timeout"}
-"""What can be given without --ray-address."""
+"""The options that can be given without --ray-address."""
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _LABEL: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
@@ -24,16 +24,16 @@ _RESOURCE: Final = "resource."
 
 
 class Spread(StrEnum):
-    """How the workers of a role are spread over nodes."""
+    """The ways in which the workers of a role are spread over nodes."""
 
     SPREAD = "spread"
-    """Over as many as there are."""
+    """The workers run on as many nodes as there are."""
     PACK = "pack"
-    """On as few as can be."""
+    """The workers run on as few nodes as possible."""
     STRICT_SPREAD = "strict-spread"
-    """Each on a node of its own, or none."""
+    """Each worker has a node of its own, or none starts."""
     STRICT_PACK = "strict-pack"
-    """All on one node, or none."""
+    """All workers run on one node, or none starts."""
 
     @property
     def strategy(self) -> str:
@@ -43,7 +43,7 @@ class Spread(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Which nodes a role's workers may run on, and what a worker takes of a node's own resources.
+    """The nodes that a role's workers may run on, and their use of custom resources.
 
     Read from `rack=a,accelerator=H100,resource.fast=1`.
     """
@@ -53,7 +53,7 @@ class Nodes:
 
     @classmethod
     def parse(cls, text: str) -> Nodes:
-        """Raises ValueError, with a message that says what is wrong."""
+        """Parse the form above. Raises ValueError, with a message that says what is wrong."""
         labels: dict[str, str] = {}
         resources: dict[str, float] = {}
         for key, value in _pairs(text):
@@ -168,7 +168,7 @@ class MachineOptions:
 
     @property
     def advertised(self) -> Mapping[str, str]:
-        """Where workers listen, by node's address or name; all others under an empty name."""
+        """The hosts at which workers listen, by node's address or name; "": all other nodes."""
         return _advertised(self.advertise)
 
     @property
@@ -178,7 +178,7 @@ class MachineOptions:
         return not self.joins_ray or ("" in self.advertised and all(map(is_loopback, hosts)))
 
     def nodes_for(self, role: str) -> Nodes:
-        """Where a role's workers may run."""
+        """Return the nodes that a role's workers may run on."""
         return Nodes.parse(getattr(self, f"{role}_on"))
 
     def check_machines(self) -> None:
@@ -217,7 +217,7 @@ class MachineOptions:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """The parts of `a=b,c=d`; the second of a pair is empty where there is no `=`."""
+    """Yield the parts of `a=b,c=d`; the second of a pair is empty where there is no `=`."""
     for part in _parts(text):
         key, _, value = part.partition("=")
         yield key.strip(), value.strip()
@@ -228,7 +228,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _advertised(text: str) -> dict[str, str]:
-    """Hosts by node. Raises ValueError, with a message that says what is wrong."""
+    """Return the hosts by node. Raises ValueError, with a message that says what is wrong."""
     hosts: dict[str, str] = {}
     for part in _parts(text):
         node, equals, host = (one.strip() for one in part.rpartition("="))

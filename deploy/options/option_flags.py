@@ -1,4 +1,4 @@
-"""Declared options as click has them: types, defaults, and help under headings."""
+"""Declared options as click options: types, defaults, and help under headings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrelay.options.declaration import Option, Section, options_of
 
 
 class DeclaredOption(click.Option):
-    """A click option that knows the heading it stands under."""
+    """A click option with the heading under which the help lists it."""
 
     def __init__(self, names: Sequence[str], *, section: Section, **attributes: Any) -> None:
         super().__init__(names, **attributes)
@@ -24,7 +24,7 @@ class DeclaredOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """Lists declared options under their headings, and the others as click does."""
+    """A command whose help lists declared options under headings, and others as click does."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options into the help."""
@@ -53,7 +53,7 @@ def declared_options(
 
 
 def shown_default(option: Option) -> str:
-    """The default as a user would write it, or the words for it; empty if there is none."""
+    """Return the default as a user would write it, or its description; empty if there is none."""
     if option.declaration.shown_default is not None:
         return option.declaration.shown_default
     if option.default is None:
@@ -64,12 +64,12 @@ def shown_default(option: Option) -> str:
 
 
 def takes_no_value(option: Option) -> bool:
-    """Whether the option is a flag: a bool that defaults to False."""
+    """Return whether the option is a flag: a bool that defaults to False."""
     return option.kind is bool and not option.default
 
 
 def type_of(option: Option) -> click.ParamType[Any]:
-    """What reads the option's value."""
+    """Return the click type that reads the option's value."""
     declared = option.declaration
     if option.choices:
         return click.Choice(option.choices)
@@ -101,7 +101,7 @@ def _click_option(option: Option) -> Callable[[Callable[..., None]], Callable[..
 
 
 def _as_written(option: Option) -> object:
-    """The default as click is to read it, which is also how the help shows it."""
+    """Return the default in the form that click reads, and that the help shows."""
     if isinstance(option.default, StrEnum):
         return option.default.value
     if option.declaration.unit == "bytes":

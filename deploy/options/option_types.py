@@ -19,7 +19,7 @@ class SizeParam(click.ParamType[int]):
     def convert(
         self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
         if isinstance(value, int):
             return value
         try:
@@ -39,7 +39,7 @@ class MemoryParam(click.ParamType[int | MemoryShare]):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> int | MemoryShare:
-        """Bytes, or the share."""
+        """Return the number of bytes, or the share."""
         if isinstance(value, int | MemoryShare):
             return value
         try:
@@ -56,7 +56,7 @@ class AddressParam(click.ParamType[Address]):
     def convert(
         self, value: str | Address, param: click.Parameter | None, ctx: click.Context | None
     ) -> Address:
-        """The address, parsed; it is not yet bound to."""
+        """Return the address, parsed but not yet bound."""
         if isinstance(value, Address):
             return value
         try:
@@ -73,7 +73,7 @@ class SwitchParam(click.ParamType[bool]):
     def convert(
         self, value: str | bool, param: click.Parameter | None, ctx: click.Context | None
     ) -> bool:
-        """Whether it is on."""
+        """Return whether the switch is on."""
         if isinstance(value, bool):
             return value
         if value not in ("on", "off"):
@@ -86,4 +86,4 @@ MEMORY = MemoryParam()
 SWITCH = SwitchParam()
 ADDRESS = AddressParam()
 FILE = click.Path(path_type=Path)
-"""A path that is checked by whoever reads the file."""
+"""The type of a path; the code that reads the file checks it."""

@@ -1,4 +1,4 @@
-"""What `kvrelay serve` can be told: the workers' options, the router's, and the cluster's own."""
+"""The options of `kvrelay serve`: the workers', the router's, and the cluster's own."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from kvrelay.router.config import RouterOptions
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 WORKER_HOST: Final = "127.0.0.1"
-"""Where workers listen if all of them run on this machine."""
+"""The host at which workers listen if all of them run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
-    """A cluster, as asked for; checked when it is made.
+    """The options of a cluster; they are checked when the object is made.
 
-    Options that a worker or the router reads as they are stand in `WorkerOptions` and
-    `RouterOptions`; here are those that `deploy` reads. An unusable value raises OptionError,
-    which names the option.
+    `WorkerOptions` and `RouterOptions` declare the options that workers and router read unchanged;
+    those here are read by `deploy`. An unusable value raises OptionError, which names the option.
     """
 
     model: str = option(
@@ -248,7 +247,7 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
             )
 
     def _listeners(self) -> tuple[tuple[str, Address], ...]:
-        """The doors of the router, by their options."""
+        """Return the router's listening addresses, with their options."""
         return (("--grpc", self.grpc), ("--http", self.http), ("--admin", self.admin))
 
     def _check_ports(self) -> None:
@@ -272,7 +271,7 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
                 )
 
     def worker_metrics(self) -> tuple[Address, ...]:
-        """The addresses of the workers' metrics, in the order of `roles`; none if any will do.
+        """Return the addresses of the workers' metrics in `roles`' order; none if any port will do.
 
         The ports are fixed, so that Prometheus finds a restarted worker again.
         """
@@ -307,7 +306,8 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
     def admin_tls(self) -> TlsFiles | None:
         """The certificate that operators are shown; None: plain text.
 
-        On loopback it is --tls-cert, which names that address; one for clients seldom does.
+        On loopback it is --tls-cert, which names that address; a certificate for clients seldom
+        does.
         """
         if not self.admin.is_loopback:
             return self.front_tls
@@ -316,7 +316,7 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
         return TlsFiles(self.tls_cert, self.tls_key)
 
     def check_files(self) -> None:
-        """Raise OptionError for the first file of TLS or tokens that cannot be used."""
+        """Raise OptionError for the first TLS or token file that cannot be used."""
         check_tls("tls", self.cluster_tls, self._certified_host())
         if self.front_tls_cert is not None:
             check_tls("front_tls", self.front_tls)
@@ -327,7 +327,7 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
                 raise OptionError("--auth-token-file", str(error)) from error
 
     def _certified_host(self) -> str | None:
-        """What --tls-cert must name here, if anything."""
+        """Return the host that --tls-cert must name here; None: any."""
         return self.tls_name or (WORKER_HOST if self.listens_on_loopback else None)
 
     @property
@@ -345,7 +345,7 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
         return sum(self.roles.values())
 
     def threads_per_worker(self) -> int:
-        """CPU threads of one worker: as asked, or an equal share of the cores."""
+        """Return the CPU threads of one worker: the number given, or an equal share of cores."""
         if self.threads is not None:
             return self.threads
         if self.joins_ray:
@@ -355,14 +355,14 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterProcessOptions(ServeOptions):
-    """What `kvrelay router` can be told: it has no workers of its own, and no --admin.
+    """The options of `kvrelay router`, which has no workers of its own, and no --admin.
 
-    The cluster's workers may listen anywhere. They ask of a router's certificate that --tls-ca
-    has signed it, and not what it names.
+    The cluster's workers may listen anywhere. They check that --tls-ca has signed a router's
+    certificate, but not the name in it.
     """
 
     def worker_metrics(self) -> tuple[Address, ...]:
-        """None."""
+        """Return nothing: a router has no workers of its own."""
         return ()
 
     def _listeners(self) -> tuple[tuple[str, Address], ...]:

@@ -20,7 +20,7 @@ _SIZE = re.compile(r"(?P<amount>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``512MiB``, ``1.5 GiB``, ``2GB`` or ``1048576``.
+    """Return the bytes in `512MiB`, `1.5 GiB`, `2GB` or `1048576`.
 
     Raises ValueError, with a message that says what is wrong.
     """
@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """The shortest exact spelling: ``512MiB``; plain bytes if no unit divides."""
+    """Return the shortest exact spelling: `512MiB`; plain bytes if no unit divides."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         amount, rest = divmod(size, _UNITS[unit.upper()])
         if amount and not rest:

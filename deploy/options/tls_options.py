@@ -1,4 +1,4 @@
-"""Options that name files for TLS: what is checked of them, wherever they are given."""
+"""The checks of options that name files for TLS, for all commands that have them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check_tls(prefix: str, files: TlsFiles | None, host: str | None = None) -> N
     """Raise OptionError if one of the files cannot be used.
 
     Args:
-        prefix: how the options' names begin: ``tls`` or ``front_tls``.
-        files: None: nothing is checked.
-        host: what the certificate must name, if anything.
+        prefix: the beginning of the options' names: ``tls`` or ``front_tls``.
+        files: the files; None: nothing is checked.
+        host: the host that the certificate must name; None: any.
     """
     try:
         if files is not None:

@@ -1,4 +1,4 @@
-"""What `kvrelay up` can be told: the workers' options, and where the controller listens."""
+"""The options of `kvrelay up`: the workers' options, and the controller's address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.router.config import RouterOptions
 
 _ROUTERS: Final = {field.name for field in fields(RouterOptions)} | {"grpc", "http", "admin"}
 _TOO: Final = {"placement", "auth_token_file", *(field.name for field in fields(ObservingOptions))}
-"""Options of routers that workers, or the controller, have to know."""
+"""The routers' options that workers or the controller also need."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How commands and routers find a cluster's controller: by its address, or by asking Ray's head."""
+"""The search for a cluster's controller: by its address, or by asking Ray's head."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvrelay.deploy.options.option_types import ADDRESS
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """Where a cluster's controller is."""
+    """A cluster's controller, as a command's options name it."""
 
     address: Address | None = None
-    """Where it listens; None: Ray's head knows it."""
+    """The address at which it listens; None: Ray's head knows it."""
     ray_address: str = ""
     cluster_name: str = "default"
 
     def find(self) -> Address:
-        """Its address at this moment: after a restart it may be another one. May block.
+        """Return its present address, which may change with a restart. May block.
 
         Raises DeployError if there is none.
         """
@@ -44,7 +44,7 @@ def with_controller(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_controller_if_named(command: Callable[..., None]) -> Callable[..., None]:
-    """The same; `controller` is None if no option names one."""
+    """Give a command the same options; `controller` is None if none of them is used."""
     return _with_controller(command, default=None)
 
 

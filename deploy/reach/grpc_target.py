@@ -1,4 +1,4 @@
-"""How the client commands connect to a running cluster."""
+"""The client commands' connection to a running cluster: options, credentials, gRPC stub."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from kvrelay.v1 import inference_pb2_grpc as rpc
 
 
 class CommandAccess(client_access.Access):
-    """As the library's, from the options of a command."""
+    """The client library's `CommandAccess`, made from a command's options."""
 
     @classmethod
     def given(cls, token_file: Path | None, ca: Path | None, *, tls: bool) -> Self:
-        """From the options and the environment. Raises DeployError for a token that is unusable."""
+        """Read the options and the environment. Raises DeployError if the token is unusable."""
         return cls(tls or ca is not None, ca, _token(token_file))
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For a channel; None: plain text. Raises OptionError if the file of --ca is unusable."""
+        """Return a channel's credentials; None: plain text.
+
+        Raises OptionError if the file of --ca is unusable.
+        """
         if self.ca is not None:
             try:
                 check_certificates("ca", self.ca)
@@ -57,7 +60,7 @@ with_server = click.option(
     show_default=True,
     help="Where the cluster's router listens.",
 )
-"""Gives a command the router's address as `server`."""
+"""A decorator that gives a command the router's address as `server`."""
 with_servers = click.option(
     "--server",
     "servers",
@@ -68,11 +71,11 @@ with_servers = click.option(
     help="Where the cluster's router listens. If it is given several times, another one goes on "
     "where one is lost.",
 )
-"""Gives a command the addresses of routers as `servers`."""
+"""A decorator that gives a command the addresses of routers as `servers`."""
 
 
 def with_access(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command --tls, --ca and --token-file, and call it with the `access` they mean."""
+    """Give a command --tls, --ca and --token-file, and pass it the resulting `access`."""
 
     @click.option(
         "--token-file",
@@ -115,9 +118,9 @@ def connected(
     credentials: grpc.ChannelCredentials | None = None,
     stub: Any = rpc.InferenceServiceStub,
 ) -> Iterator[Any]:
-    """A context with a stub of the service at `server`.
+    """Open a context with a stub of the service at `server`.
 
-    A call that fails raises DeployError in it, with server, status and message in one line.
+    A call that fails in it raises DeployError, with server, status and message in one line.
     """
     with open_channel(str(server), credentials) as channel:
         try:

@@ -1,4 +1,4 @@
-"""How commands reach an OpenAI server over HTTP."""
+"""The commands' way to an OpenAI server over HTTP."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from kvrelay.deploy.reach.grpc_target import CommandAccess
 from kvrelay.net.addresses import is_loopback
 
 IDLE_CONNECTION_SECONDS = 2.0
-"""A connection is not used again after so long: uvicorn closes its own after five seconds, and a
-request that meets that fails."""
+"""The idle time after which a connection is not used again.
+
+uvicorn closes idle connections after five seconds, and a request sent at that moment fails.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class HttpTarget:
     """A server of OpenAI's API."""
 
     url: str
-    """Without ``/v1`` and without a slash at the end."""
+    """The base URL, without `/v1` and without a slash at the end."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -42,7 +44,7 @@ class HttpTarget:
         return self.url
 
     def session(self, access: CommandAccess) -> aiohttp.ClientSession:
-        """A session that may be used for long answers, to be made in an event loop.
+        """Make a session that may be used for long answers; an event loop must run.
 
         Raises:
             DeployError: the token would go to another machine in plain text.
@@ -56,7 +58,7 @@ class HttpTarget:
         return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
     def check(self, access: CommandAccess) -> None:
-        """Raise what `session` would raise."""
+        """Raise the errors that `session` would raise."""
         self._tls(access)
 
     def _tls(self, access: CommandAccess) -> ssl.SSLContext | bool:
@@ -81,7 +83,7 @@ class HttpTargetParam(click.ParamType[HttpTarget]):
     def convert(
         self, value: str | HttpTarget, param: click.Parameter | None, ctx: click.Context | None
     ) -> HttpTarget:
-        """The URL, parsed."""
+        """Return the URL, parsed."""
         if isinstance(value, HttpTarget):
             return value
         try:
@@ -101,7 +103,7 @@ class TargetParam(click.ParamType[Any]):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> Address | HttpTarget:
-        """The address or the URL."""
+        """Return the address or the URL."""
         if isinstance(value, str) and "://" in value:
             return HTTP_TARGET.convert(value, param, ctx)
         return value if isinstance(value, HttpTarget) else ADDRESS.convert(value, param, ctx)

@@ -31,8 +31,6 @@ ADOPTED: Final = {
     "mem_cache/README.md": "memory-account.md",
 }
 """Pages outside docs/, by their path in the repository: what they are called in the site."""
-UNCHECKED_PATHS: Final = frozenset({"CHANGELOG.md"})
-"""Pages that may name files which are no more."""
 
 _LINK: Final = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 _PATH: Final = re.compile(r"`([\w.-]+(?:/[\w.-]+)+(?:\.(?:py|md|proto|toml|json|yml)|/))`")
@@ -63,11 +61,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links within the repository into links within the site, and check named paths."""
     source = _repository_path(page.file.src_uri)
-    if source not in UNCHECKED_PATHS:
-        text = _outside_fences(markdown)
-        for path in _PATH.findall(text) + _NAME.findall(text):
-            if not path.startswith(_GENERATED_PATHS) and not _exists(path):
-                _log.warning("%s names `%s`, which does not exist", source, path)
+    text = _outside_fences(markdown)
+    for path in _PATH.findall(text) + _NAME.findall(text):
+        if not path.startswith(_GENERATED_PATHS) and not _exists(path):
+            _log.warning("%s names `%s`, which does not exist", source, path)
     pieces = []
     end = 0
     for fence in _FENCE.finditer(markdown):

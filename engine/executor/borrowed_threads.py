@@ -1,5 +1,4 @@
-"""Lets steps with chunks of prompts, or many rows, compute on the cores of workers that compute
-nothing."""
+"""Threads that a large step borrows: it computes on the cores of workers that compute nothing."""
 
 from __future__ import annotations
 
@@ -16,19 +15,19 @@ from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.wire.speeds import StepWork
 
 FEWEST_TOKENS: Final = 64
-"""Of prompts in a step that other workers' cores are worth: with fewer, most of its time is spent
-reading weights and on what only one thread does."""
+"""The fewest prompt tokens for which a step borrows cores. With fewer, it mostly reads weights or
+does what only one thread can do."""
 FEWEST_ROWS: Final = 16
-"""That generate in a step which other workers' cores are worth, for the same reason."""
+"""The fewest generating requests for which a step borrows cores, for the same reason."""
 _LATE_LAYERS: Final = 2
-"""With borrowed threads and no faster than without: the step borrows no more after so many."""
+"""Layers that may be no faster with borrowed threads; after this many the step stops borrowing."""
 _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 60.0
-"""Seconds until a step tries again, each time twice as many, up to the latter."""
+"""Seconds until steps may borrow again. The pause doubles each time, up to the longest."""
 
 
 class Part(Flag):
-    """Of a step's work."""
+    """The parts of a step's work."""
 
     PROMPTS = auto()
     ROWS = auto()
@@ -38,17 +37,17 @@ NO_PART: Final = Part(0)
 
 
 def worthy_parts(work: StepWork) -> Part:
-    """Those of a step for which it may have others' cores."""
+    """The parts of a step that are large enough to borrow cores for."""
     prompts = Part.PROMPTS if work.prompt_tokens >= FEWEST_TOKENS else NO_PART
     return prompts | (Part.ROWS if work.rows >= FEWEST_ROWS else NO_PART)
 
 
 @dataclass(slots=True)
 class _Pause:
-    """When steps of a kind may borrow again, after those that were no faster for it."""
+    """The time in which steps of one kind may not borrow, after borrowing was no faster."""
 
     seconds: float = _FIRST_PAUSE
-    """Of the next one."""
+    """The length of the next pause."""
     ends: float = -math.inf
 
     def begin(self, now: float) -> None:
@@ -65,25 +64,27 @@ class OtherWorkers(Protocol):
         ...
 
     def find(self) -> None:
-        """See who has come and who has gone."""
+        """Find out which workers have come and which have gone."""
         ...
 
     def count_threads(self) -> tuple[int, int]:
-        """Threads of those that compute now, and of those that do not. A microsecond each."""
+        """Count the threads of computing workers and of idle ones. A microsecond each."""
         ...
 
 
 class BorrowedThreads:
-    """Chooses the threads of a step: `ModelExecutor` has it do so for each.
+    """The choice of threads for each step of `ModelExecutor`.
 
-    Threads are borrowed for a layer at a time: a worker that begins to compute has its cores back
-    when the layer ends in which it began. Several busy ones share the idle ones' cores.
+    Threads are borrowed for one layer at a time. A worker that begins to compute gets its cores
+    back at the end of the current layer. Several busy workers share the idle ones' cores.
 
-    Of anything else that runs on the machine nobody knows, and it can make a layer slower than the
-    worker's own threads would: all threads have to come to the end of each product, and one that
-    waits for a CPU holds up the others. So the first layer of a step has the worker's own threads,
-    and tells what others must be faster than. If they are not, the step goes on without, and so do
-    those that come soon for the same parts: rows gain less than prompts, which may still borrow.
+    Other processes on the machine are not known here, and can make a layer slower than with the
+    worker's own threads. All threads must reach the end of each product, so one that waits for a
+    CPU delays the others.
+
+    So the first layer of a step runs on the worker's own threads, and sets the time to beat. If
+    borrowed threads do not beat it, the step goes on without them. So do the next steps with the
+    same parts, for a while: rows gain less than prompts, which may still borrow.
 
     Args:
         threads: those of the model, and of its draft model.
@@ -113,7 +114,7 @@ class BorrowedThreads:
 
     @contextmanager
     def chosen(self, work: StepWork) -> Iterator[None]:
-        """Compute a step here: with its own threads, and with those that it may borrow."""
+        """Compute a step in this context, with its own threads and any that it may borrow."""
         self.widening = 1.0
         parts = worthy_parts(work)
         pause = self._pauses[parts]
@@ -135,7 +136,7 @@ class BorrowedThreads:
         return self._late_layers >= _LATE_LAYERS
 
     def _offer(self) -> int:
-        """Threads that the next layer may have, perhaps fewer than the worker's own."""
+        """Count the threads that the next layer may have, perhaps fewer than the worker's own."""
         own = self._threads.own
         now = self._clock()
         seconds, self._layer_began = now - self._layer_began, now
@@ -149,6 +150,6 @@ class BorrowedThreads:
         if self._gives_up:
             return own
         busy, idle = self._neighbours.count_threads()
-        # Who is busy may borrow as well: each has a part, by its threads.
+        # Busy workers may borrow as well: each gets a share in proportion to its threads.
         borrowed = idle * own // (own + busy)
         return min(self._most, own + borrowed, self._neighbours.num_cores - busy)

@@ -1,4 +1,4 @@
-"""Copies pages between the device's pools and the host's, on a thread of its own."""
+"""A thread that copies pages between the device's pools and the host's."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class CopyThread:
-    """A `CopyStream`: makes copies in the order in which they are ordered.
+    """A `CopyStream` that makes copies in the order in which they are ordered.
 
-    A copy that fails is told as any other end. On a GPU copies run beside forwards, and the thread
-    waits for each.
+    A copy that fails is reported like any other end. On a GPU copies run beside forwards, and the
+    thread waits for each.
 
     Args:
         device_pools: the worker's.
@@ -60,8 +60,8 @@ class CopyThread:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Make the copies that were ordered, then end; give up what has not ended after `seconds`.
 
-        A copy that hangs goes on to use the pools, which stay as long as the process. Those behind
-        it never begin, and nobody hears of them.
+        A copy that hangs goes on to use the pools, which stay as long as the process. The copies
+        behind it never begin, and their ends are never reported.
         """
         self._moves.put(None)
         if not ended_within(self._thread, seconds):
@@ -87,17 +87,17 @@ class CopyThread:
             self._on_end(CopyEnded(moves.operation, time.monotonic() - begun, error))
 
     def _copy(self, moves: PageMoves) -> str:
-        """Make a copy, and wait until nothing of it moves any more; why it is not whole, or ""."""
+        """Make a copy and wait until it has ended. Returns why it is not whole, or ""."""
         stream, name = self._streams.copies, f"a copy of {moves.num_pages} pages"
         copy = partial(copy_moves, moves, self._device_pools, self._host_pools)
         failed = _error_of(partial(stream.launch, copy), name)
-        # One that failed may have begun.
+        # A copy that failed may have begun.
         failed_later = _error_of(lambda: stream.record().wait(), name)
         return failed or failed_later
 
 
 def _error_of(call: Callable[[], None], name: str) -> str:
-    """Call it; why it failed, or ""."""
+    """Call it. Returns why it failed, or ""."""
     try:
         call()
     except Exception as error:  # whatever it was, the engine must hear of it
@@ -109,7 +109,7 @@ def _error_of(call: Callable[[], None], name: str) -> str:
 def measure_bytes_per_second(
     device_pools: Sequence[KVPool], host_pools: Sequence[KVPool], most_bytes: int = 32 << 20
 ) -> float:
-    """How fast pages come from the host, while nobody uses the pools yet. Changes no byte.
+    """Measure how fast pages come from the host, before anything uses the pools. Changes no byte.
 
     Blocks for some milliseconds. All pages are zero, as they were made.
     """

@@ -1,8 +1,8 @@
-"""Which requests have their tokens counted on the device, and what a step adds to the counts.
+"""The requests whose tokens are counted on the device, and what a step adds to the counts.
 
 A request with penalties has a row of `TokenCounts`, so that it can be sampled from before the host
-knows the token before. Nobody says when it ends: the row that no step has used for the longest is
-given to the next request, and is cleared for it. A request that comes back is counted anew.
+knows its previous token. Rows are not freed when requests end. The next request gets the row that
+no step has used for the longest, cleared. A request that comes back is counted anew.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ _NO_PLACES: Final[Int64Array] = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class CountedStep:
-    """What a step counts before it samples."""
+    """The counts that a step updates before it samples."""
 
     row_of: Mapping[int, int]
-    """By the place of an item in the step, its row; the host knows the tokens of the others."""
+    """The row of each counted item, by its place in the step; for the others the host knows the
+    tokens."""
     counts: TokenCounts
     changes: CountChanges
     sampling: StepSampling | None
-    """That of the step before, whose tokens are counted; None: all are known."""
+    """The sampling of the previous step, whose tokens are counted; None: all tokens are known."""
 
     def count(self) -> None:
-        """Count; for work on the stream, behind the step before."""
+        """Update the counts, as work on the stream behind the previous step."""
         self.counts.change(self.changes, None if self.sampling is None else self.sampling.ids)
 
 
 @dataclass(slots=True)
 class _Changes:
-    """As `CountChanges`, while they are found."""
+    """The changes of a `CountChanges` while they are collected."""
 
     cleared: list[int] = field(default_factory=list)
     prompt: list[Int64Array] = field(default_factory=list)
@@ -51,7 +52,7 @@ class _Changes:
     sources: list[int] = field(default_factory=list)
 
     def put(self, staging: StagingSet) -> CountChanges:
-        """Where the device can copy from it."""
+        """Copy the changes to where the device can read them."""
         return CountChanges(
             _put(staging, np.array(self.cleared, np.int64)),
             _put(staging, _join(self.prompt)),
@@ -61,7 +62,7 @@ class _Changes:
 
 
 class CountedRows:
-    """Gives rows to requests. On the forward thread.
+    """The assignment of count rows to requests. Used on the forward thread.
 
     Args:
         counts: the rows.
@@ -72,18 +73,18 @@ class CountedRows:
         self._holders: OrderedDict[int, CountedRow | None] = OrderedDict.fromkeys(
             range(counts.num_rows)
         )
-        """Of each row; that comes first which no step has used for the longest."""
+        """The holder of each row; the row that no step has used for the longest comes first."""
 
     def has(self, state: TokenState) -> bool:
-        """Whether a request's tokens are counted, but for one that is pending at most."""
+        """Whether a request's tokens are counted, except at most one that is pending."""
         counted = state.counted
         return counted is not None and self._holders[counted.row] is counted
 
     def begin(self, items: Items, drafts: Drafts, staging: StagingSet) -> CountedStep | None:
-        """Give rows to the items of a step that are sampled with penalties; None: there are none.
+        """Give rows to the items that are sampled with penalties. Returns None if there are none.
 
-        Those that verify drafts have none, nor do those for which there are no more rows: the host
-        must know their tokens.
+        Items that verify drafts get no row, nor do those for which no row is left. The host must
+        know their tokens.
         """
         wanted = [
             (place, item.token_state)
@@ -110,7 +111,7 @@ class CountedRows:
         return CountedStep(row_of, self._counts, changes.put(staging), sampling)
 
     def _use(self, state: TokenState) -> None:
-        """No other request gets this one's row before the others' have been given."""
+        """Mark a request's row as the one used last, so that no other request gets it first."""
         assert state.counted is not None
         self._holders.move_to_end(state.counted.row)
 
@@ -145,5 +146,5 @@ def _join(places: Sequence[Int64Array]) -> Int64Array:
 
 
 def _put(staging: StagingSet, array: Int64Array) -> Int64Array:
-    """Nothing is staged of an empty array."""
+    """Stage an array, unless it is empty."""
     return staging.put(array) if array.size else array

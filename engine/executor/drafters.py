@@ -12,7 +12,7 @@ from kvrelay.model_runner.sampling.sampler import SamplingRow
 
 
 class NgramDrafter:
-    """Guesses that a request repeats its prompt or its output."""
+    """A drafter that guesses that a request repeats its prompt or its output."""
 
     def follow(self, batch: ForwardBatch) -> None:
         """Do nothing: a prompt is indexed when its first guess is made."""
@@ -39,7 +39,9 @@ def _index_of(state: TokenState) -> NgramIndex:
 
 
 class ModelDrafter:
-    """Lets a smaller model guess, whose KV lies in pools of its own behind the same leases.
+    """A drafter that lets a smaller model guess.
+
+    Its KV lies in pools of its own behind the same leases.
 
     Args:
         model: bound to its pools.
@@ -62,7 +64,7 @@ class ModelDrafter:
         """Compute the known tokens that the draft model lacks, then generate guesses."""
         drafting = []
         for state, row, count in zip(states, rows, counts, strict=True):
-            # What it wrote for guesses that were not kept is written again.
+            # KV that it wrote for rejected guesses is written again.
             kv_len = min(state.draft_kv_len, len(state.token_ids) - 1)
             drafting.append(DraftRequest(row, state.token_ids[kv_len:], count))
         proposals = self._model.propose(drafting, page_tables)

@@ -1,21 +1,22 @@
-"""Forwards that fail: what they have computed, and whether the device can go on."""
+"""Failed forwards: whether the device can go on after one, and whether one request is to blame."""
 
 from __future__ import annotations
 
 import torch
 
 _BROKEN_DEVICE = ("CUDA error", "Triton Error [CUDA]")
-"""What errors say after which CUDA refuses everything else in this process. Being out of
-memory is none of them."""
+"""Beginnings of the errors after which CUDA refuses everything else in this process. Running out of
+memory is not among them."""
 
 
 class ForwardFailedError(Exception):
-    """A forward has failed as a whole: nothing that it should have written may be used.
+    """An error of a whole forward: nothing that it should have written may be used.
 
     Args:
         reason: why.
-        alone: it computed one request alone, so that it is that request or the worker.
-        breaks_device: no forward after it can succeed in this process.
+        alone: whether it computed only one request, so that either that request or the worker is at
+            fault.
+        breaks_device: whether no later forward can succeed in this process.
     """
 
     def __init__(self, reason: str, *, alone: bool, breaks_device: bool = False) -> None:
@@ -27,11 +28,11 @@ class ForwardFailedError(Exception):
     def of(
         cls, error: Exception, num_requests: int, *, copied: bool, beside: bool = False
     ) -> ForwardFailedError:
-        """What an error of a forward that computed so many requests means.
+        """Make the failure of a forward with `num_requests` requests from its error.
 
-        Without the page copies before it, requests of later steps have wrong pages, too. A device
-        that is broken says so at every event: `beside` is whether it had another forward, which
-        may be to blame.
+        If the page copies before it were not made, requests of later steps have wrong pages, too. A
+        broken device reports its error at every event. `beside` is whether the device had another
+        forward, which may be to blame.
         """
         is_broken = breaks_device(error)
         return cls(
@@ -42,7 +43,7 @@ class ForwardFailedError(Exception):
 
 
 class WorkerBrokenError(Exception):
-    """The worker cannot go on: its process is to end, and another one to take its place."""
+    """An error after which the worker cannot go on: another process takes its place."""
 
 
 def breaks_device(error: Exception) -> bool:

@@ -1,8 +1,8 @@
-"""The thread that launches steps and reads what came of them.
+"""The thread that launches steps and reads their results.
 
-On a CPU a step has ended when it is launched. A device works by itself: there the next step is
-launched while one runs, and a second thread sleeps until the results of the oldest are on the
-host. One thread alone launches, reads results and changes token states.
+On a CPU a step has ended when it is launched. A GPU works by itself: the next step is launched
+while one runs. A second thread sleeps until the results of the oldest step are on the host. Only
+one thread launches, reads results and changes token states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RequestT = TypeVar("RequestT")
 
 
 class ForwardThread(Generic[RequestT]):
-    """Computes steps in order, away from the engine thread, which stays responsive.
+    """Steps computed in order, away from the engine thread, which stays responsive.
 
     Args:
         executor: computes the steps.
@@ -53,7 +53,7 @@ class ForwardThread(Generic[RequestT]):
         self._queue: queue.SimpleQueue[Step[RequestT] | LaunchedStep[RequestT] | None] = (
             queue.SimpleQueue()
         )
-        """Steps to launch, and those whose results are on the host."""
+        """Steps to launch, and launched steps whose results are on the host."""
         self._waiter: _Waiter[RequestT] = _Waiter(self._streams, self._queue.put)
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
@@ -66,14 +66,14 @@ class ForwardThread(Generic[RequestT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether no step uses the pools any more. It was closed."""
+        """Whether no step uses the pools any more, after `close`."""
         return not self._thread.is_alive()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Compute what was launched, then end; give up what has not ended after `seconds`.
 
-        A forward that hangs goes on to use the pools, which stay as long as the process. Those
-        behind it are never launched, and nobody hears of them.
+        A forward that hangs goes on to use the pools, which stay as long as the process. The steps
+        behind it are never launched, and their ends are never reported.
         """
         ends_at = time.monotonic() + seconds
         self._queue.put(None)
@@ -110,13 +110,13 @@ class ForwardThread(Generic[RequestT]):
 
 
 def _name_for_the_kernel(name: str) -> None:
-    """What `top -H` calls this thread, and the threads of kernels that it starts."""
+    """Set the name that `top -H` shows for this thread and the kernel threads that it starts."""
     with suppress(OSError):
         Path("/proc/thread-self/comm").write_text(name)
 
 
 class _Waiter(Generic[RequestT]):
-    """A thread that says when a launched step's results are on the host; begun if there is one."""
+    """A thread, started when first needed, that reports when a step's results are on the host."""
 
     def __init__(
         self, streams: Streams, on_home: Callable[[LaunchedStep[RequestT]], object]

@@ -1,7 +1,7 @@
-"""Which tokens grammars allow next: masks, computed on a thread of their own beside a forward.
+"""Masks of the tokens that grammars allow next, computed on their own thread beside a forward.
 
-What an output has come to is read from its tokens alone. So nothing has to be handed over, or
-kept, where a request goes on: on its decode worker, or after a retraction or a lost worker.
+How far an output has come in its grammar is read from its tokens alone. So a request hands nothing
+over when it goes on elsewhere: on its decode worker, after a retraction or after a lost worker.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.submit import StructuredOutput
 
 Allowed: TypeAlias = TokenMasks | GrammarError
-"""Masks of an item's next token and of those after each draft, or why there are none."""
+"""Masks of an item's next token and of the one after each draft, or why there are none."""
 Prepare = Callable[[StructuredOutput], Future[LLMatcher]]
-"""Compiles a grammar, soon."""
+"""A function that compiles a grammar in the background."""
 Wanted: TypeAlias = tuple[int, TokenState, Sequence[int]]
 """An item's index in its step, and what its masks depend on: its tokens and its drafts."""
 
@@ -36,7 +36,7 @@ class PendingMasks:
     """The masks of one step.
 
     Args:
-        future: of them, by the items' indices; None: no item has a grammar.
+        future: the masks, by the items' indices; None: no item has a grammar.
     """
 
     none: ClassVar[Mapping[int, Allowed]] = {}
@@ -45,7 +45,7 @@ class PendingMasks:
         self._future = future
 
     def wait(self) -> Mapping[int, Allowed]:
-        """The masks, once they are computed."""
+        """Wait for the masks and return them."""
         return self.none if self._future is None else self._future.result()
 
 
@@ -53,10 +53,11 @@ NO_MASKS = PendingMasks()
 
 
 class GrammarMasks:
-    """Computes the masks of a step while its forward runs. Call it on the forward thread.
+    """The masks of each step, computed while its forward runs. Call it on the forward thread.
 
     Args:
-        prepare: compiles a grammar, or has compiled it for the request that holds it.
+        prepare: compiles a grammar, or returns the one that was compiled for a request that holds
+            it.
         vocab_size: bits of a mask.
     """
 
@@ -71,10 +72,11 @@ class GrammarMasks:
     ) -> tuple[Sequence[Sequence[int]], PendingMasks]:
         """Begin to compute the masks of a step's items.
 
-        The items' token states are not to change until the masks are there.
+        The items' token states must not change until the masks are there.
 
         Returns:
-            The drafts, less what no grammar lets come, and the masks to wait for.
+            The drafts, cut before the first token that a grammar forbids, and the masks to wait
+            for.
         """
         sampled = [
             i
@@ -98,7 +100,7 @@ class GrammarMasks:
         return draft_ids[: progress.num_allowed(draft_ids)]
 
     def _progress(self, state: TokenState) -> GrammarProgress:
-        """How far the output has come by now; raises `GrammarError`."""
+        """Advance the output's grammar to its latest token; raises `GrammarError`."""
         if state.grammar is None:
             wanted = state.params.sampling.structured_output
             assert wanted is not None
@@ -107,7 +109,7 @@ class GrammarMasks:
         return state.grammar
 
     def _compute(self, wanted: Sequence[Wanted]) -> Mapping[int, Allowed]:
-        """The masks of all items; one grammar's error is that of its item alone."""
+        """Compute the masks of all items; a grammar's error affects its own item alone."""
         allowed: dict[int, Allowed] = {}
         rows = allocate_token_bitmask(sum(len(ids) + 1 for _, _, ids in wanted), self._vocab_size)
         plain: list[tuple[LLMatcher, int]] = []
@@ -138,7 +140,7 @@ class GrammarMasks:
         drafted: list[tuple[LLMatcher, int, list[int]]],
         rows: TokenMasks,
     ) -> None:
-        """Compute all masks; no thread waits for the interpreter meanwhile."""
+        """Compute all masks; the interpreter's lock is free meanwhile."""
         if self._filler is None:
             self._filler = LLExecutor(1)
         if plain:

@@ -1,4 +1,4 @@
-"""How far an output has come in its grammar."""
+"""The position of an output in its grammar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 
 class GrammarProgress:
-    """Follows one output, token by token, whoever has sampled them.
+    """The grammar of one output, advanced token by token wherever the tokens were sampled.
 
     Args:
         compiled: the grammar at its beginning; it is not changed.
@@ -20,11 +20,11 @@ class GrammarProgress:
 
     @property
     def error(self) -> str:
-        """Why it cannot go on; empty: it can."""
+        """The reason why it cannot go on; empty: it can."""
         return self.matcher.get_error()
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        """Take the tokens that are new. What comes after the grammar's end does not count."""
+        """Consume the tokens that are new. Tokens after the grammar's end do not count."""
         for token_id in output_ids[self._num_tokens :]:
             if self.matcher.is_stopped():  # at its end, or in error
                 break
@@ -32,7 +32,7 @@ class GrammarProgress:
         self._num_tokens = len(output_ids)
 
     def num_allowed(self, draft_ids: Sequence[int]) -> int:
-        """How many of the tokens that may come next are allowed, up to the first that is not."""
+        """Count the draft tokens that are allowed, up to the first that is not."""
         if self.matcher.is_stopped():
             return 0
         return self.matcher.validate_tokens(list(draft_ids))

@@ -1,17 +1,17 @@
-"""Executes a step: builds its batch, launches the forward and the sampling, reads what came of it.
+"""The execution of a step: build its batch, launch forward and sampling, read the results.
 
-All of it runs on the forward thread. The batch is built here and not where the step
-was planned, because only now is it known which tokens the step before has sampled.
+All of it runs on the forward thread. The batch is built here rather than where the step was
+planned. Only now is it known which tokens the previous step has sampled.
 
-A device works by itself. There a step is launched while the one before it runs::
+A GPU works by itself. There a step is launched while the one before it runs::
 
     host      launch N            launch N+1         home of N: read N         launch N+2
     forward             [ N: forward, sampling ][ N+1: forward, sampling ]
     results                                     [N's ids to the host]
 
-What N has sampled N+1 takes on the device, where it lies. A step that cannot be launched
-without knowing these tokens waits for them (`must_wait`). On a CPU a step has run when it is
-launched.
+Step N+1 takes the tokens that N has sampled on the device, where they lie. A step that cannot be
+launched before the host knows these tokens waits for them (`must_wait`). On a CPU a step has run
+when it is launched.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
 _NO_SAMPLING: Final = HostSampling(())
-"""Of a step that computes nothing."""
+"""The sampling of a step that computes nothing."""
 _NO_ROWS: Final[Mapping[int, int]] = {}
 _NOTHING: Final = StepOutput()
-"""Of an item that is not computed."""
+"""The output of an item that is not computed."""
 Samples = Iterator[list[Sampled]]
-"""Those of each choice of a step's items, in order."""
+"""The samples of each choice of a step's items, in order."""
 
 
 class StepModel(Protocol):
@@ -85,10 +85,10 @@ class StepModel(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses what comes next, for one forward of the model to verify."""
+    """An interface for guessing the next tokens, which one forward of the model then verifies."""
 
     def follow(self, batch: ForwardBatch) -> None:
-        """The model has computed these chunks of prompts: whatever keeps KV of its own does too."""
+        """Follow the model: compute these prompt chunks, too, if the drafter has its own KV."""
         ...
 
     def propose(
@@ -98,12 +98,12 @@ class Drafter(Protocol):
         counts: Sequence[int],
         page_tables: Sequence[Int32Array],
     ) -> Drafts:
-        """Tokens that may follow each state, at most as many as `counts` says."""
+        """Guess tokens that may follow each state, at most as many as `counts` says."""
         ...
 
 
 class PageCopier:
-    """Copies whole pages within pools, those of a draft model included."""
+    """A function that copies whole pages within pools, those of a draft model included."""
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
         self._pools = pools
@@ -118,30 +118,30 @@ class PageCopier:
 
 @dataclass(eq=False, slots=True)
 class ChunkScores:
-    """The log-probabilities of the prompt tokens that follow those of a chunk."""
+    """The log-probabilities of the prompt tokens that follow a chunk's tokens."""
 
     rows: slice
-    """Of the step's logits."""
+    """The chunk's rows in the step's logits."""
     following: Sequence[int]
-    """The tokens after these rows' own."""
+    """The token after each row's own."""
     count: int
-    """Of the likeliest tokens beside each."""
+    """How many of the likeliest tokens to report beside each."""
     logits: torch.Tensor | None = None
-    """These rows, kept until they are on the host: a device's memory that nobody refers to is
-    given to the next forward."""
+    """The logits of these rows, kept until they are on the host. A device gives memory that nothing
+    refers to to the next forward."""
     home: torch.Tensor | None = None
 
     def take(self, logits: torch.Tensor) -> None:
-        """Keep what is needed of a step's logits."""
+        """Keep the scored rows of a step's logits."""
         self.logits = logits[self.rows]
 
     def send_home(self, bring: Bring) -> None:
-        """Copy it to the host; called by work behind `take`."""
+        """Copy the logits to the host; called by work behind `take`."""
         assert self.logits is not None
         self.home = bring(self.logits)
 
     def read(self) -> Sequence[SampledToken]:
-        """Compute them, once that work has run."""
+        """Compute the scores, once that work has run."""
         assert self.home is not None
         return score_prompt(self.home, self.following, self.count)
 
@@ -154,23 +154,23 @@ class LaunchedForward(LaunchedStep[RequestT]):
     """
 
     live: Sequence[int] = ()
-    """Of the step's items, those that are computed. The lists below have one for each."""
+    """The places of the computed items in the step. The lists below have one entry for each."""
     items: Items = ()
     drafts: Drafts = ()
     allowed: Mapping[int, Allowed] = field(default_factory=dict)
-    """What grammars allow, by the place in `items`."""
+    """The masks that grammars allow, by the place in `items`."""
     num_tokens: int = 0
     work: StepWork = NO_WORK
     widening: float = 1.0
-    """As of `StepEnded`."""
+    """The same as `StepEnded.widening`."""
     logits: torch.Tensor | None = None
-    """From the forward until it is sampled from."""
+    """The logits, between the forward and the sampling."""
     sampling: StepSampling = _NO_SAMPLING
     counted: CountedStep | None = None
-    """None: the host knows all that penalties depend on."""
+    """The tokens counted on the device; None: the host knows all that penalties depend on."""
     scores: Sequence[ChunkScores | None] = ()
     places: list[int] = field(default_factory=list)
-    """In each one's `token_ids`, where the token stands that is to come; -1: it has no place."""
+    """The place of each item's awaited token in its `token_ids`; -1: it has none."""
 
     def sample(self, rows: LogitRows) -> None:
         """Sample from the logits; work on the forward's stream."""
@@ -192,13 +192,13 @@ class LaunchedForward(LaunchedStep[RequestT]):
 
 
 class ModelExecutor:
-    """Executes steps with the model, the sampler and the drafter; an `Executor`.
+    """An `Executor` of the model, the sampler and the drafter.
 
     Args:
         model: runs the forwards.
         copy: copies whole pages within their pools, by work on the current stream.
-        drafter: None: every step yields one token a request.
-        masks: of what grammars allow; None: no request has a grammar.
+        drafter: guesses tokens; None: every step yields one token a request.
+        masks: computes what grammars allow; None: no request has a grammar.
         streams: of the model's device.
         draw: samples on the device; None: the host samples, and each step waits for its logits.
         counts: that `draw` reads; None: a step with penalties waits for the tokens before it.
@@ -223,7 +223,7 @@ class ModelExecutor:
         self._draw = draw
         self._counted = None if counts is None else CountedRows(counts)
         self.borrowed_threads: BorrowedThreads | None = None
-        """Chooses the threads of each step; None: all have the same."""
+        """The choice of each step's threads; None: all steps have the same."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `Executor`. Raises whatever the copy raises."""
@@ -259,7 +259,7 @@ class ModelExecutor:
             if item.token_state.broken is not None:
                 outputs[index] = StepOutput(error=item.token_state.broken)
         if None not in [item.token_state.broken for item in launched.items]:
-            # The step before has ended them: as if this one had not been launched.
+            # The previous step has ended all of them, as if this one had not been launched.
             return StepEnded(step, outputs)
         samples = iter(launched.sampling.read())
         for place, index in enumerate(launched.live):
@@ -291,7 +291,7 @@ class ModelExecutor:
     def _launch_forward(
         self, launched: LaunchedForward[RequestT], staging: StagingSet
     ) -> LogitRows:
-        """Launch the forward of its items, and what is sampled from it."""
+        """Launch the forward of its items, and their sampling."""
         items, forward = launched.items, self._streams.forward
         tables = launched.step.page_tables
         if len(items) < len(launched.step.scheduled):
@@ -367,7 +367,7 @@ class ModelExecutor:
 
 
 def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores:
-    """What is to be scored of an item's chunk."""
+    """Select the prompt tokens of an item's chunk that are to be scored."""
     state, count = item.token_state, rows.stop - rows.start
     num_top = state.params.prompt_logprobs
     assert num_top is not None
@@ -376,7 +376,7 @@ def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores:
 
 
 def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSequence]:
-    """What is sampled: one of each choice of the items that are."""
+    """Build the sequences to sample: one for each choice of each sampled item."""
     allowed, counted = launched.allowed, launched.counted
     row_of = _NO_ROWS if counted is None else counted.row_of
     return [
@@ -390,7 +390,7 @@ def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSeque
 
 
 def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
-    """Move the items' token states on by what the step will surely have written and sampled."""
+    """Advance the items' token states by what the step will surely write and sample."""
     is_home = launched.home.passed()
     for index, item in enumerate(launched.items):
         state, is_sure = item.token_state, not launched.drafts[index]
@@ -407,7 +407,7 @@ def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
 
 
 def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> StepOutput:
-    """What came of an item, whose token state gets its tokens."""
+    """Read the result of an item, and add its tokens to its token state."""
     item = launched.items[index]
     state, scores = item.token_state, launched.scores[index]
     sampled: list[Sampled | GrammarError] = []
@@ -429,7 +429,7 @@ def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> 
 
 
 def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -> None:
-    """Add what was sampled to a token state: at its place, or behind it all."""
+    """Add sampled tokens to a token state: at their reserved place, or else at the end."""
     if place >= 0:
         if tokens:
             state.token_ids[place] = tokens[0].token_id
@@ -441,7 +441,7 @@ def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -
 def _sampling_row(
     state: TokenState, choice: int, allowed: Allowed | None = None, counted_row: int | None = None
 ) -> SamplingRow:
-    """How the token that follows a state is sampled, for one choice."""
+    """Build the sampling parameters of the token that follows a state, for one choice."""
     position, sampling, stops = len(state.token_ids), state.params.sampling, state.params.stops
     least = stops.min_tokens
     needs_outputs = sampling.edits_logits and counted_row is None

@@ -1,7 +1,7 @@
 """Steps in flight: launched in order, ended in order.
 
-While one step runs the next one is launched. The host waits for no event but that of the step
-before, and for that only if the next one cannot be launched without its tokens.
+While one step runs the next one is launched. The host waits for the previous step only if the next
+one cannot be launched without its tokens. It waits for no other event.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _InFlight(NamedTuple, Generic[RequestT]):
 
 
 class StepPipeline(Generic[RequestT]):
-    """Launches steps, and ends each when its results are on the host. On one thread.
+    """A pipeline that launches steps and ends each when its results are on the host. On one thread.
 
     Ends come in the order of the launches. A step that fails ends as failed, and so does every
     later one for its requests.
@@ -61,9 +61,9 @@ class StepPipeline(Generic[RequestT]):
         return self._in_flight[-1].launched if self._in_flight else None
 
     def make_way(self, step: Step[RequestT]) -> list[StepEnded[RequestT]]:
-        """End the steps without whose tokens `step` cannot be launched. Blocks until they have run.
+        """End the steps whose tokens `step` needs for its launch. Blocks until they have run.
 
-        A launch does that, too, but takes a while before it returns the ends.
+        `launch` does that, too, but takes a while before it returns the ends.
         """
         ends = []
         while self._in_flight and self._must_wait(step):
@@ -74,7 +74,7 @@ class StepPipeline(Generic[RequestT]):
         """Launch a step.
 
         Returns:
-            the ends of the steps that had to end before, and its own if it has ended already.
+            The ends of the steps that had to end first, and its own if it has ended already.
         """
         ends = self.make_way(step)
         begun, copied = time.monotonic(), False
@@ -104,7 +104,7 @@ class StepPipeline(Generic[RequestT]):
     def finish_all(self, *, beside: bool = False) -> list[StepEnded[RequestT]]:
         """End every step that is in flight. Blocks until they have run.
 
-        `beside` is whether the device has a part of yet another one.
+        `beside` is whether the device has been given part of yet another step.
         """
         return [self._end_oldest(beside=beside) for _ in range(len(self._in_flight))]
 
@@ -113,12 +113,12 @@ class StepPipeline(Generic[RequestT]):
 
     def _end_oldest(self, *, beside: bool = False) -> StepEnded[RequestT]:
         one = self._in_flight.popleft()
-        # The device has begun with it when it ended the one before.
+        # The device began this step no earlier than it ended the previous one.
         begun = max(one.begun, self._last_end)
         try:
             ended = self._executor.finish(one.launched)
         except Exception as error:
-            # A broken device tells it of every step, the others' among them.
+            # A broken device reports the error of one step for every other step, too.
             beside = beside or bool(self._in_flight) or self._is_broken
             return self._fail(one.launched.step, one.live, begun, error, beside=beside)
         self._last_end = time.monotonic()
@@ -126,10 +126,10 @@ class StepPipeline(Generic[RequestT]):
         return ended
 
     def _settled(self, error: Exception) -> Exception:
-        """Wait until no part of a step that failed runs: its pages must be nobody's until then.
+        """Wait until no part of a failed step runs: its pages must not be reused before.
 
         Returns:
-            `error`, or why the device cannot even end that.
+            `error`, or the error of a device that cannot even do that.
         """
         try:
             self._executor.wait()
@@ -148,9 +148,9 @@ class StepPipeline(Generic[RequestT]):
         copied: bool = True,
         beside: bool = False,
     ) -> StepEnded[RequestT]:
-        """End a step as failed: no later step computes anything of its requests.
+        """End a step as failed: later steps compute nothing for its requests.
 
-        If its page copies were not made, no later step can be right: the device is broken.
+        If its page copies were not made, no later step can be right: the device counts as broken.
         """
         logger.error("a forward of %d requests failed", len(live), exc_info=error)
         failed = ForwardFailedError.of(error, len(live), copied=copied, beside=beside)

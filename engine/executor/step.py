@@ -1,6 +1,6 @@
-"""One forward: what it is to compute, what came of it, and what computes it.
+"""A step (one forward): what it computes, its results, and the interface of its executor.
 
-Requests are opaque here: a step carries them from the scheduler that planned it back to it.
+Requests are opaque here: the scheduler that planned a step gets them back with its end.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ RequestT_co = TypeVar("RequestT_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Scheduled(Generic[RequestT_co]):
-    """Compute a request's next tokens, for which its lease has room already."""
+    """An item of a step: the next tokens of a request, whose lease has room for them already."""
 
     request: RequestT_co
-    """The forward thread does not look at it."""
+    """The scheduler's request, which the forward thread does not look at."""
     token_state: TokenState
     num_tokens: int
-    """Known ones: of a prompt's chunk, or 1, the one sampled last."""
+    """Known tokens to compute: those of a prompt's chunk, or 1, the one sampled last."""
     sample: bool
-    """Whether the last of them yields a new token; not on an unfinished prompt's chunk."""
+    """Whether the last of them yields a new token; False for a chunk that does not end the
+    prompt."""
     num_drafts: int = 0
-    """Drafted tokens, at most, that are verified behind them."""
+    """The most drafted tokens that are verified behind them."""
 
     @property
     def is_live(self) -> bool:
-        """Whether it is computed: the step before may have ended it. On the forward thread."""
+        """Whether it is computed: the previous step may have ended it. On the forward thread."""
         state = self.token_state
         return state.broken is None and not (self.sample and state.room == 0)
 
 
 class StepOutput(NamedTuple):
-    """What came of one `Scheduled`."""
+    """The result of one `Scheduled`."""
 
     tokens: Sequence[SampledToken] = ()
-    """That follow each other in one output; of a prompt, the first one of each choice."""
+    """The next tokens of one output; for a prompt, the first token of each choice."""
     error: Exception | None = None
-    """Why there are no more of them: the request cannot go on."""
+    """The reason why the request cannot go on; None: it can."""
     num_drafts: int = 0
     """Drafted tokens that were verified."""
     prompt_logprobs: Sequence[SampledToken] = ()
-    """Of the tokens that follow those of a prompt's chunk, in the prompt."""
+    """The log-probabilities of the prompt tokens that follow a chunk's tokens."""
 
     @property
     def num_accepted(self) -> int:
-        """Drafted tokens that the model sampled; but for an error, one more token follows them."""
+        """The drafted tokens that the model accepted; without an error one more token follows."""
         return len(self.tokens) - (self.error is None) if self.num_drafts else 0
 
 
@@ -68,19 +69,19 @@ class Step(Generic[RequestT_co]):
     number: int
     scheduled: Sequence[Scheduled[RequestT_co]]
     page_tables: Sequence[Int32Array]
-    """For each pool the page tables of all items, as in `ForwardBatch`."""
+    """The page tables of all items, one array for each pool, as in `ForwardBatch`."""
     copies: Sequence[PageCopy] = ()
-    """To be made before anything is written."""
+    """Page copies to make before anything is written."""
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that it computes at most, drafted ones included."""
+        """The most tokens that it may compute, drafted ones included."""
         return sum([item.num_tokens + item.num_drafts for item in self.scheduled])
 
 
 @dataclass(eq=False, slots=True)
 class StepEnded(Generic[RequestT_co]):
-    """A forward's result. Who has launched it adds when that was; then it stays as it is."""
+    """The result of a forward. The launcher adds its times; after that it does not change."""
 
     step: Step[RequestT_co]
     outputs: Sequence[StepOutput] = ()
@@ -88,38 +89,39 @@ class StepEnded(Generic[RequestT_co]):
     num_tokens: int = 0
     """Tokens that it computed, drafted ones included."""
     work: StepWork = NO_WORK
-    """The same without the drafted ones, as far as it decides how long a forward takes."""
+    """The work without drafted tokens, as far as it decides how long a forward takes."""
     begun: float = 0.0
-    """When the forward began, on the clock of `time.monotonic`."""
+    """The moment when the forward began, on the clock of `time.monotonic`."""
     seconds: float = 0.0
     error: ForwardFailedError | None = None
-    """The forward has failed as a whole."""
+    """The error of the forward as a whole."""
     widening: float = 1.0
-    """How many times the worker's own threads it had, at most; the others ran on cores of idle
-    workers."""
+    """The threads that it had at most, as a multiple of the worker's own; the others ran on cores
+    of idle workers."""
 
     @property
     def failure(self) -> Exception | None:
-        """Why nothing came of it for any request; None: something did, or there was none."""
+        """The reason why every request failed; None: some did not, or there were none."""
         if self.error is not None or not self.num_tokens:
             return self.error
         errors = [output.error for output in self.outputs]
-        # A grammar that cannot go on says nothing of the forward.
+        # A grammar that cannot go on is no fault of the forward.
         failed = [error for error in errors if not isinstance(error, GrammarError)]
         return failed[0] if failed and None not in failed else None
 
 
 @dataclass(eq=False, slots=True)
 class LaunchedStep(Generic[RequestT]):
-    """A forward that was launched. Until `home` has passed the device may work on it."""
+    """A forward that was launched. The device may work on it until `home` has passed."""
 
     step: Step[RequestT]
     home: DeviceEvent = PASSED
-    """Behind all of it, its page copies before and its results' way to the host included."""
+    """The event behind all its work, from its page copies to the transfer of results to the
+    host."""
 
 
 class Executor(Protocol):
-    """Launches steps in order and ends them in order, on a thread of its own."""
+    """An interface that launches steps in order and ends them in order, on its own thread."""
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Launch copies of pages, for the forwards that follow.
@@ -129,32 +131,32 @@ class Executor(Protocol):
         ...
 
     def launch(self, step: Step[RequestT]) -> LaunchedStep[RequestT]:
-        """Launch a step: its forward, and what it samples. Raises whatever they raise.
+        """Launch a step: its forward and its sampling. Raises whatever they raise.
 
-        On a device that works by itself one other step may be launched and not ended, but for what
-        `must_wait` says.
+        On a GPU one other step may be launched and not yet ended, unless `must_wait` says
+        otherwise.
         """
         ...
 
     def must_wait(self, step: Step[RequestT]) -> bool:
-        """Whether `step` can be launched only once the tokens of the one before are known."""
+        """Whether `step` can be launched only once the previous step's tokens are known."""
         ...
 
     def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
-        """Wait for a step's results and read them. Moves its requests' token states on.
+        """Wait for a step's results and read them. Advances its requests' token states.
 
-        An error that concerns one request alone is in its `StepOutput`. Raises what the device
-        says if the forward has failed.
+        An error that concerns one request alone is in its `StepOutput`. Raises the device's error
+        if the forward has failed.
         """
         ...
 
     def wait(self) -> None:
-        """Wait until nothing that was launched runs. Raises what the device says."""
+        """Wait until nothing that was launched runs. Raises the device's error, if any."""
         ...
 
 
 class PassingExecutor:
-    """An executor that leaves everything to another one; a base for those that do more.
+    """An executor that delegates to another one; a base class for wrappers.
 
     Args:
         executor: the other one.

@@ -1,4 +1,4 @@
-"""Lays out the batch of a step: its tokens, the rows of its logits, where both lie."""
+"""The layout of a step's batch: its tokens, the rows of its logits, and where both lie."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvrelay.wire.speeds import StepWork
 Drafts: TypeAlias = Sequence[Sequence[int]]
 """Drafted tokens of each item of a step; empty for those without any."""
 Items: TypeAlias = Sequence[Scheduled[object]]
-"""Those of a step that are computed."""
+"""The items of a step that are computed."""
 
 
 class LogitRows:
-    """Which rows of a step's logits belong to which item.
+    """The rows of a step's logits that belong to each item.
 
     The rows of one item follow each other, in the order of the items::
 
@@ -42,7 +42,7 @@ class LogitRows:
         self.sampled: list[int] = []
         """The rows of all items that are sampled from, or that drafts are verified with."""
         self.first_sampled: list[int] = []
-        """For each item, its first place in `sampled`; where it would be, if it has none."""
+        """The first place of each item in `sampled`; for an item with none, where it would be."""
 
     def add(self, item: Scheduled[object], draft: Sequence[int], begin: int) -> None:
         """Add the rows of the next item, whose tokens begin at place `begin` in the batch."""
@@ -62,7 +62,7 @@ class LogitRows:
             self.sampled += range(first + num_scored, len(self.tokens))
 
     def select_sampled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of the logits of all rows those of `sampled`."""
+        """Select the rows of `sampled` from the logits of all rows."""
         if len(self.sampled) == len(self.tokens):
             return logits  # selecting rows copies them
         return logits[pin_to_device(np.array(self.sampled, np.int64), logits.device)]
@@ -74,7 +74,7 @@ def make_batch(
     """Lay the items' next tokens end to end, each item's drafts behind its own tokens.
 
     Returns:
-        The batch, and which of the rows of logits that it asks for belong to which item.
+        The batch, and the rows of logits that belong to each item.
     """
     input_ids: list[int] = []
     starts: list[int] = [0]
@@ -107,20 +107,20 @@ def make_batch(
 
 @dataclass(frozen=True, slots=True)
 class AwaitedIds:
-    """Which tokens of a batch the step before it samples, as `PendingIds`."""
+    """The tokens of a batch that the previous step samples, as in `PendingIds`."""
 
     places: Int64Array
     sources: Int64Array
     sampling: StepSampling
-    """The step's before."""
+    """The sampling of the previous step."""
 
     def put_into(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with what the step before has sampled; for work on the stream, behind it."""
+        """Fill in the previous step's samples, by work on the stream behind that step."""
         return replace(batch, pending=PendingIds(self.places, self.sources, self.sampling.ids))
 
 
 def find_awaited(items: Items, query_start: Int32Array, staging: StagingSet) -> AwaitedIds | None:
-    """The tokens among the items' next ones that are not known yet; None: all are known."""
+    """Find the items' next tokens that are not known yet. Returns None if all are known."""
     found = [
         (begin, pending)
         for item, begin in zip(items, query_start.tolist(), strict=False)
@@ -134,7 +134,7 @@ def find_awaited(items: Items, query_start: Int32Array, staging: StagingSet) -> 
 
 
 def stage(batch: ForwardBatch, staging: StagingSet) -> ForwardBatch:
-    """The batch in memory that the device can copy from while the host goes on."""
+    """Copy the batch to memory that the device can read while the host goes on."""
     return ForwardBatch(
         input_ids=staging.put(batch.input_ids),
         positions=staging.put(batch.positions),
@@ -146,7 +146,7 @@ def stage(batch: ForwardBatch, staging: StagingSet) -> ForwardBatch:
 
 
 def count_work(items: Items, batch: ForwardBatch) -> StepWork:
-    """What a batch computes, before its tokens move the items' token states on."""
+    """Count what a batch computes, before its tokens advance the items' token states."""
     are_prompts = [item.token_state.in_prompt for item in items]
     if True not in are_prompts:
         return StepWork(rows=len(items), row_pairs=int(batch.seq_lens.sum(dtype=np.int64)))
@@ -159,9 +159,9 @@ def count_work(items: Items, batch: ForwardBatch) -> StepWork:
 
 
 def _num_scored(item: Scheduled[object]) -> int:
-    """Tokens of a chunk, from its first on, whose followers in the prompt are scored.
+    """Count the tokens of a chunk, from its first, whose followers in the prompt are scored.
 
-    Of a request that asks for the scores of its prompt.
+    Call it for a request that asks for its prompt's log-probabilities.
     """
     state = item.token_state
     if not state.in_prompt:

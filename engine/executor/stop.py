@@ -1,4 +1,4 @@
-"""Where a request stops. Decided here, on the worker, which sees every token."""
+"""The decision where a request stops. The worker makes it, because it sees every token."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvrelay.wire.submit import StopConditions
 _FEW_TOKENS: Final = 32
 _MAX_BYTES_A_CHARACTER: Final = 4
 _MAX_TOKENS_A_CHARACTER: Final = 8
-"""That a text is searched for: twice the bytes of a character."""
+"""The most tokens searched for each character of a stop string: twice a character's bytes."""
 
 
 class StopChecker:
-    """Follows one request's output, token by token.
+    """The stop conditions of one request, checked token by token.
 
-    Stop strings are looked for in the text as the router renders it, so both
-    see one at the same token, also where it spans several.
+    Stop strings are searched for in the text as the router renders it. So both find one at the same
+    token, even where it spans several.
 
     Args:
         conditions: what ends the request; end-of-sequence tokens are among their tokens.
         tokenizer: only used where there are stop strings.
-        output_ids: what it has said already, which did not end it. Only its end is decoded.
+        output_ids: the output so far, which did not end the request. Only its end is decoded.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class StopChecker:
             self.check(token_id)
 
     def again(self, output_ids: Sequence[int]) -> StopChecker:
-        """Another one by the same conditions, for an output that begins with these."""
+        """Make another checker with the same conditions, for an output that begins like this."""
         return StopChecker(self._conditions, self._tokenizer, output_ids)
 
     def _first_that_matters(self, output_ids: Sequence[int]) -> int:
-        """Where the tokens begin whose text may be, or hold, the beginning of a stop string.
+        """Find the first token whose text may hold, or begin, a stop string.
 
-        That text is twice as long as the longest stop string: what `min_tokens` makes
-        ordinary reaches back that far.
+        The text from there is twice as long as the longest stop string: stop strings that
+        `min_tokens` suppresses reach back that far.
         """
         if not self._longest:
             return len(output_ids)
@@ -67,7 +67,7 @@ class StopChecker:
         return 0
 
     def _next_character(self, output_ids: Sequence[int], begin: int) -> int:
-        """The first token at `begin` or soon after it that begins a character."""
+        """Find the first token at `begin` or soon after it that begins a character."""
         for start in range(begin, min(begin + _FEW_TOKENS // 2, len(output_ids))):
             ends = range(start + 1, start + 1 + _MAX_BYTES_A_CHARACTER)
             if any("\ufffd" not in self._decode(output_ids[start:end]) for end in ends):
@@ -79,7 +79,7 @@ class StopChecker:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip)
 
     def check(self, token_id: int) -> RequestEnd | None:
-        """Take the next output token; whether the request ends with it."""
+        """Take the next output token. Returns how the request ends with it, or None."""
         self._num_output += 1
         matched = self._match_text(token_id) if self._conditions.stop else None
         if self._num_output >= self._conditions.min_tokens:
@@ -92,7 +92,7 @@ class StopChecker:
         return None
 
     def _match_text(self, token_id: int) -> str | None:
-        """The stop string that `token_id` completed; the one that begins first, if several."""
+        """Find the stop string that `token_id` completed; if several, the one that begins first."""
         piece = self._detokenizer.push(token_id)
         if not piece:
             return None

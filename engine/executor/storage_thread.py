@@ -1,4 +1,4 @@
-"""Calls a store of pages on a thread of its own, and polls what it does to its end."""
+"""A thread that calls a store of pages, and polls its operations until they end."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvrelay.mem_cache.storage.storage_pages import MOST_OPERATIONS, PageStore, 
 logger = logging.getLogger(__name__)
 
 MOST_WRITING: Final = 2
-"""Operations at a time that write: one that reads need not wait for a disk that writes slowly."""
+"""The most operations that write at a time, so that a read need not wait for a slow disk."""
 _POLL_DELAY_S: Final = (50e-6, 2e-3)
-"""Between polls of what has just begun, and of what takes long."""
+"""Seconds between polls, for operations that have just begun and for long ones."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Running:
 
 
 class StorageThread:
-    """A `StorageStream`: what is asked for and what is read goes before what is written.
+    """A `StorageStream` that looks up and reads before it writes.
 
     Args:
         store: called on this thread alone.
@@ -75,9 +75,9 @@ class StorageThread:
             self._wakened.notify()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """End what runs, forget what is to be forgotten, and end; nothing else begins.
+        """End what runs, and run the orders to forget; begin nothing else.
 
-        Give up what has not ended after `seconds`.
+        Gives up what has not ended after `seconds`.
         """
         with self._wakened:
             self._closing = True
@@ -99,7 +99,7 @@ class StorageThread:
             self._on_failure(f"{type(error).__name__}: {error}")
 
     def _next(self) -> StorageOrder | None:
-        """The next order; None: poll what runs, or end."""
+        """Take the next order. Returns None if it is time to poll, or to end."""
         with self._wakened:
             while True:
                 order = self._take()
@@ -113,7 +113,7 @@ class StorageThread:
                 self._wakened.wait()
 
     def _take(self) -> StorageOrder | None:
-        """An order that may begin now; at the end what is to be forgotten alone."""
+        """Take an order that may begin now; when closing, only orders to forget."""
         if self._closing:
             forgets = [order for order in self._reads if isinstance(order, Forget)]
             self._reads = deque(forgets[1:])
@@ -146,7 +146,7 @@ class StorageThread:
                 self._running.append(_Running(order, self._store.put(order.pages), begun))
 
     def _look_up(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of the keys that are there; none if the store cannot say."""
+        """Find which of the keys are in the store; none if it cannot answer."""
         try:
             return list(compress(keys, self._store.exists(keys)))
         except Exception:  # a store that is gone costs time, never the worker
@@ -154,7 +154,7 @@ class StorageThread:
             return []
 
     def _clear(self, keys: Container[bytes]) -> None:
-        """Write none of these pages, if that has not begun."""
+        """Remove pages with these keys from the writes that have not begun."""
         with self._wakened:
             for at, order in enumerate(self._writes):
                 left = [page for page in order.pages if page.key not in keys]

@@ -1,4 +1,4 @@
-"""Admits waiting requests in turn. One that does not fit lets a few later ones pass."""
+"""The admission of waiting requests in turn. One that does not fit lets a few later ones pass."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ def admit_in_turn(
     turn: Callable[[RequestT], tuple[float, ...]] = lambda request: request.turn,
     must_wait: Callable[[RequestT], bool] = lambda request: False,
 ) -> Iterator[RequestT]:
-    """Reserve memory for the requests that fit, in turn; yields each of them.
+    """Reserve memory for the requests that fit, in turn, and yield each of them.
 
-    A request that does not fit lets `bypass_limit` later ones pass in all; then
-    those behind it wait until it fits. It is not tried again before some memory
-    was freed.
+    A request that does not fit lets `bypass_limit` later ones pass in all. Then those behind it
+    wait until it fits. It is not tried again before some memory was freed.
 
     Args:
         kv_cache: tells whether memory was freed since a request last did not fit.
         waiting: requests without memory, in any order.
         reserve: takes a request's memory; `False` if it does not fit.
         bypass_limit: later requests that may be admitted before the first that does not fit.
-        turn: orders them; by priority and age if not told otherwise.
-        must_wait: passes a request over for now, as if it had not come yet.
+        turn: the sort key of the requests; by default priority and age.
+        must_wait: whether to skip a request for now, as if it had not come yet.
     """
     misfit: RequestT | None = None
     room = kv_cache.room_version

@@ -11,27 +11,27 @@ from kvrelay.wire.submit import RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 
 QUEUE: Final = "queue"
-"""From its arrival until it has memory."""
+"""The time from the attempt's arrival until it has memory."""
 CHUNK: Final = "prefill chunk"
 """A forward that computes a part of the prompt."""
 ASK: Final = "hand-over ask"
-"""On the prefill side, until the decode side has granted memory."""
+"""The time until the decode side has granted memory, seen from the prefill side."""
 GRANT: Final = "hand-over grant"
-"""On the decode side, from the ask until there is memory."""
+"""The time from the ask until there is memory, on the decode side."""
 HAND_OVER: Final = "hand-over"
-"""On the prefill side from the first announcement, on the decode side from the grant, until the
-decode side has all pages and the prefill side has confirmed them."""
+"""The time until the decode side has all pages and the prefill side has confirmed them. Begins on
+the prefill side with the first announcement, on the decode side with the grant."""
 PULL: Final = "hand-over pull"
 """One read of announced pages."""
 DECODE: Final = "decode"
-"""From the activation to the end of the last choice."""
+"""The time from the activation to the end of the last choice."""
 
 
 class AttemptTrace:
-    """Records what a worker does for one attempt, all of its choices.
+    """The spans of one attempt, with all of its choices, on a worker.
 
-    One span has the attempt's whole time on the worker; all others are below it. Instants are on
-    the clock of `time.monotonic`. Only the engine thread uses it, once the request is there.
+    One span has the attempt's whole time on the worker; all others are below it. Times are on the
+    clock of `time.monotonic`. Only the engine thread uses it, once the request is there.
 
     Args:
         sink: takes the spans.
@@ -56,13 +56,13 @@ class AttemptTrace:
         self._open: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
-        """A span of this name begins now."""
+        """Begin a span of this name now."""
         self._open[name] = time.monotonic()
 
     def end(
         self, name: str, attributes: Attributes | None = None, *, error: str | None = None
     ) -> None:
-        """The span of this name ends now; nothing happens if it did not begin."""
+        """End the span of this name now; does nothing if it did not begin."""
         began = self._open.pop(name, None)
         if began is not None:
             self._recorder.record(name, began, time.monotonic(), attributes, error=error)
@@ -76,20 +76,20 @@ class AttemptTrace:
         *,
         error: str | None = None,
     ) -> None:
-        """Something was done between two instants."""
+        """Record a span between two moments."""
         self._recorder.record(name, began, ended, attributes, error=error)
 
     def share(self) -> AttemptTrace:
-        """The same, for one more request that is to end: the last one's end is the attempt's."""
+        """Share the trace with one more request; the last request to end also ends the attempt."""
         self._requests += 1
         return self
 
     def end_request(self, outcome: str, output_tokens: int, error: str | None) -> None:
-        """A request has ended; with the last one all spans that are open end.
+        """Note that a request has ended; the last one also ends all open spans.
 
         Args:
             outcome: of its memory.
-            output_tokens: that this attempt has generated for it here.
+            output_tokens: the tokens that this attempt has generated for it here.
             error: why it has failed; None: it has not.
         """
         self._requests -= 1
@@ -111,7 +111,7 @@ class AttemptTrace:
 def begin_trace(
     sink: SpanSink | None, traceparent: str, role: WorkerRole, key: RequestKey
 ) -> AttemptTrace | None:
-    """The trace of an attempt that has just come; None if it is not traced."""
+    """Begin the trace of an attempt that has just come. Returns None if it is not traced."""
     if sink is None or not traceparent:
         return None
     attempt = TraceContext.parse(traceparent)

@@ -1,4 +1,4 @@
-"""Builds the step of what a scheduler has chosen: copies page tables, commits lengths."""
+"""The step made of what a scheduler has chosen: page tables are copied, lengths committed."""
 
 from __future__ import annotations
 

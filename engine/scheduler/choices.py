@@ -1,4 +1,4 @@
-"""Forks a request whose prompt is computed into one request for each choice."""
+"""The fork of a request whose prompt is computed into one request for each choice."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ def fork_and_run(
 ) -> None:
     """Make one request of each choice, with a lease of its own, and add them to the batch.
 
-    The choices share the pages of the input. If memory is short, all but the first
-    are retracted.
+    The choices share the pages of the input. If memory is short, all but the first are retracted.
 
     Args:
-        context: where the choices are live from now on.
-        running: where they generate.
+        context: gets the choices as live requests.
+        running: gets them as requests that generate.
         growth: learns from a retraction.
-        request: stands for all choices until now, and for the first of `first_tokens`
-            from now on. All of its input's KV is written.
+        request: stands for all choices until now, and for the first of `first_tokens` from now on.
+            All of its input's KV is written.
         first_tokens: choices and their first tokens, which did not end them; not empty.
     """
     others = [_copy_for_choice(request, choice) for choice, _ in first_tokens[1:]]
@@ -50,7 +49,7 @@ def fork_and_run(
 
 
 def _copy_for_choice(request: RequestT, choice: int) -> RequestT:
-    """The same request for one choice alone, without memory."""
+    """Copy the request for one choice alone, without memory."""
     if request.trace is not None:
         request.trace.share()
     return replace(

@@ -1,4 +1,4 @@
-"""Divides a step's token budget among prompts."""
+"""The division of a step's token budget among prompts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ RequestT = TypeVar("RequestT", bound=Request)
 def share_budget(left: Mapping[RequestT, int], budget: int) -> list[tuple[RequestT, int]]:
     """Divide a step's token budget among prompts.
 
-    Half of it is for the prompt whose turn it is, so that it ends in bounded
-    time. The rest is for those that have less left to compute than that one, the
-    shortest first, so that a long prompt does not starve short ones. What they
-    leave is the first one's, and then the others': prompts of one length end one
-    after the other, not all together at the end.
+    Half of it is for the prompt whose turn it is, so that it ends in bounded time. The other half
+    is for prompts that have fewer tokens left to compute, the shortest first. So a long prompt does
+    not starve short ones.
+
+    What is left after them goes to the first prompt, and then to the others. Prompts of one length
+    end one after the other, not all together.
 
     Args:
         left: for each prompt its tokens that are in no step yet, one or more.
         budget: tokens of the step, one or more.
 
     Returns:
-        Prompts with one token or more, in the order of their turns.
+        The prompts that get any tokens, with their tokens, in the order of their turns.
     """
     shares: dict[RequestT, int] = {}
 

@@ -44,19 +44,19 @@ class Dropped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Misdirected:
-    """A call was refused: it was meant for another incarnation of this worker."""
+    """A call that was refused because it was meant for another incarnation of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A router's stream has opened."""
+    """A router's stream, which has opened."""
 
     link: RouterLink
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """A router's stream has ended: cancel its requests here."""
+    """A router's stream, which has ended: cancel its requests here."""
 
     link: RouterLink
 
@@ -67,13 +67,13 @@ class Submit:
 
     link: RouterLink
     submission: SubmitRequest
-    """What its router has sent, with what `SubmitRequest.received_by` adds."""
+    """The router's submission, with all that `SubmitRequest.received_by` adds."""
     arrived: float = field(default_factory=time.monotonic)
-    """When a router took it, by this worker's clock."""
+    """The moment at which a router took it, by this worker's clock."""
     grammar: Future[Any] | None = None
-    """Its compiled grammar: held, so that it is there when the first mask needs it."""
+    """The compiled grammar, held so that it is there when the first mask needs it."""
     trace: AttemptTrace | None = None
-    """The recorder of its spans, if the request is traced."""
+    """The trace of the request, if it is traced."""
 
     @property
     def key(self) -> RequestKey:
@@ -91,66 +91,67 @@ class FromRouter:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The process of another worker is confirmed to be gone."""
+    """The confirmed death of another worker's process."""
 
     incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Run a pass of the loop, for instance because a fence has passed."""
+    """A request for a pass of the loop, for instance because a fence has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Show the memory manager between two passes. An answer shows that the loop is alive."""
+    """A look at the memory manager between two passes; the answer proves that the loop is alive."""
 
     look: Callable[[KVCacheManager], object]
-    """Called on the engine thread; changes nothing."""
+    """The function that looks, called on the engine thread; it must change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class FindHistory:
-    """A router looks for the history of a session that another one had."""
+    """A router's search for the history of a session that another router had."""
 
     owner: str
-    """Whose it must be."""
+    """The owner that the history must have."""
     digest: str
     answer: Callable[[array[int] | None], object]
-    """Called on the engine thread, with its tokens or None."""
+    """The function that gets its tokens or None, called on the engine thread."""
     is_wanted: Callable[[], bool] = lambda: True
-    """Whether anybody still waits for the answer."""
+    """Whether the answer is still wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no more requests: retract those that still come. Those that are here go on."""
+    """A drain: retract new requests, and let those that are here go on."""
 
     on_drained: Callable[[], object]
-    """Called once, on the engine thread: no request is left, and no forward runs."""
+    """Called once, on the engine thread, when no request is left and no forward runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetractForDrain:
-    """Retract the requests that can go on elsewhere. Follows a `Drain`, after its grace."""
+    """A retraction of all requests that can go on elsewhere. Follows a `Drain`, after its grace."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """End the engine, because something else hangs. Routers are told first."""
+    """An end of the engine because something else hangs. Routers are told first."""
 
     reason: str
     hanging_step: int | None
-    """The number of the forward that hangs, whose requests may be the cause; None: none does."""
+    """The number of the forward that hangs, and whose requests may be the cause; None: none
+    hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the engine's loop."""
+    """The end of the engine's loop."""
 
 
 RouterCommand: TypeAlias = Attach | Detach | Submit | CancelRequest | FromRouter
-"""What routers cause."""
+"""The commands that routers cause."""
 Command: TypeAlias = (
     RouterCommand
     | Misdirected
@@ -163,7 +164,7 @@ Command: TypeAlias = (
     | GiveUp
     | Stop
 )
-"""What the engine's loop takes from other threads, whatever the worker's role."""
+"""The commands that the engine's loop takes from other threads, whatever the worker's role."""
 
 MessageT = TypeVar("MessageT")
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
@@ -173,7 +174,7 @@ class Mailbox(Protocol[MessageT_contra]):
     """The end of an inbox that messages are posted to."""
 
     def post(self, message: MessageT_contra, /) -> None:
-        """Add a message; any thread."""
+        """Add a message; from any thread."""
         ...
 
 
@@ -188,11 +189,11 @@ class Inbox(Generic[MessageT]):
         return len(self._messages)
 
     def __iter__(self) -> Iterator[MessageT]:
-        """The messages that wait, in order; they stay. For tests."""
+        """Iterate over the waiting messages, in order, without taking them. For tests."""
         return iter(list(self._messages))
 
     def post(self, message: MessageT, /) -> None:
-        """Add a message; any thread."""
+        """Add a message; from any thread."""
         with self._posted:
             self._messages.append(message)
             self._posted.notify()

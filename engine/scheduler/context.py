@@ -1,4 +1,4 @@
-"""What the loop and the scheduler share: memory, live requests, and outputs to routers."""
+"""The state that loop and scheduler share: memory, live requests, and outputs to routers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=Request)
 
 _REUSE_FADES = 1 - 1 / 64
-"""What is left of the largest share of an input that the prefix index had, after another input."""
+"""The factor by which each input lowers the largest share of an input that the prefix index had."""
 
 
 class SchedulerContext(Generic[RequestT]):
@@ -52,11 +52,11 @@ class SchedulerContext(Generic[RequestT]):
     Args:
         kv_cache: manages the worker's KV memory.
         outbox: carries messages to the event loop.
-        metrics: counts what happens.
+        metrics: counts events.
         faults: injected faults; none by default.
         chunk_tokens: the most prompt tokens of a step; 0: any number.
-        host_tier: keeps what the prefix index evicts; None: nothing does.
-        wake_in: lets the loop run a pass after so many seconds.
+        host_tier: keeps what the prefix index evicts; None: evicted pages are lost.
+        wake_in: makes the loop run a pass after the given seconds.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class SchedulerContext(Generic[RequestT]):
         self.wake_in = wake_in
         self.steps = StepClock()
         self.speed_learner = SpeedLearner(chunk_tokens)
-        """What steps cost."""
+        """The measured cost of steps."""
         self.requests: dict[RequestKey, RequestT] = {}
         self.links: list[RouterLink] = []
         self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
-        """Tells routers what the prefix index has."""
+        """The reports to routers of what the prefix index has."""
         self.sessions = SessionTurns(kv_cache, metrics, self.faults)
         """The KV that sessions keep between their turns."""
         self.progress = ProgressReports()
-        """Tells routers that watch how far their requests have come."""
+        """The progress reports to routers that watch their requests."""
         self.draining = False
-        """The worker takes no more requests. The loop sets it and never unsets it."""
+        """Whether the worker takes no more requests. The loop sets it and never unsets it."""
         self._copies: list[PageCopy] = []
         self._outputs: dict[RouterLink, list[RequestOutput]] = {}
         self._last_load: WorkerLoad | None = None
@@ -100,7 +100,7 @@ class SchedulerContext(Generic[RequestT]):
         self.tell_load()
 
     def detach(self, link: RouterLink) -> None:
-        """Remove a router's stream, which has ended."""
+        """Remove a router's stream that has ended."""
         self.links.remove(link)
         self.prefixes.detach(link)
         self.progress.watch(link, on=False)
@@ -157,15 +157,15 @@ class SchedulerContext(Generic[RequestT]):
     ) -> bool:
         """Open a lease with a promise of pages for the request's whole input, or take nothing.
 
-        A request that waits for memory holds none: so a pair of workers cannot deadlock.
+        A request that waits for memory holds none, so a pair of workers cannot deadlock.
 
         Args:
             request: has no lease; has one if this returns `True`.
             known_tokens: tokens of its input that may come from the prefix index, or from its
                 session.
             headroom: pages of each pool that must stay free for others.
-            fresh_boundary: what its session lends ends with a whole page: a read will write the
-                page after that from its start.
+            fresh_boundary: whether its session must lend whole pages only, because a read will
+                write the next page from its start.
         """
         request.lease = self.sessions.open(
             request, known_tokens, headroom, fresh_boundary=fresh_boundary
@@ -179,22 +179,22 @@ class SchedulerContext(Generic[RequestT]):
         return True
 
     def publish_settled(self, request: RequestT) -> None:
-        """Give the whole pages of a request's input that are written to the prefix index.
+        """Give the whole written pages of a request's input to the prefix index.
 
-        The request goes on, with the same pages. Nothing that still runs reads
-        earlier tokens than those that come next.
+        The request goes on, with the same pages. Nothing that still runs reads earlier tokens than
+        those that come next.
         """
         self.kv_cache.publish_settled(request.held, request.input_ids[: request.kv_written_len])
 
     def publish_input(self, request: RequestT) -> None:
         """Give the whole pages of a request's input to the prefix index, and free duplicates.
 
-        All of it is written, and nothing reads its pages yet.
+        All of the input is written, and nothing reads its pages yet.
         """
         self.kv_cache.publish(request.held, request.input_ids)
 
     def rekey_to_choice(self, request: RequestT, choice: int) -> None:
-        """Let a request that stood for several choices stand for one of them from now on."""
+        """Make a request that stood for several choices stand for one of them."""
         del self.requests[request.key]
         request.key, request.choices = request.key.of_choice(choice), (choice,)
         self.requests[request.key] = request
@@ -202,8 +202,8 @@ class SchedulerContext(Generic[RequestT]):
     def fork(self, request: RequestT, others: Sequence[RequestT]) -> bool:
         """Give `others` leases that share the pages of the input of `request`.
 
-        The next forward copies the input's last page if it is not full. If memory
-        is short, nothing changes and the result is `False`.
+        The next forward copies the input's last page if it is not full. Returns `False` if memory
+        is short; then nothing changes.
         """
         copied = StepFence(self.steps, self.steps.launched + 1)
         holders = [str(other.key) for other in others]
@@ -220,7 +220,7 @@ class SchedulerContext(Generic[RequestT]):
         return True
 
     def _can_fork_without_sessions(self, length: int, number: int) -> bool:
-        """Whether so many leases more, for choices of so many tokens, fit without idle sessions."""
+        """Whether `number` more choices of `length` tokens would fit if all idle sessions ended."""
         if not len(self.sessions):
             return False
         shape = self.kv_cache.shape
@@ -233,7 +233,7 @@ class SchedulerContext(Generic[RequestT]):
         return copies
 
     def choices_of(self, key: RequestKey) -> list[RequestT]:
-        """The live requests that stem from one submission, whichever choice `key` names."""
+        """Find the live requests of one submission, whichever choice `key` names."""
         first = key.of_choice(0)
         return [r for r in self.requests.values() if r.key.of_choice(0) == first]
 
@@ -250,15 +250,15 @@ class SchedulerContext(Generic[RequestT]):
         choice: int | None = None,
         index: int | None = None,
     ) -> None:
-        """Tell the request's router its latest `tokens`, or its end, or both, after this pass.
+        """Send the request's router its latest `tokens`, its end, or both, after this pass.
 
         Args:
-            request: the tokens are the last of its output.
+            request: the last tokens of its output are `tokens`.
             tokens: may be empty.
             end: `None` if there is more to come.
             timings: seconds of the phases that this worker saw.
             cached_tokens: prompt tokens that the prefix index had.
-            prompt_logprobs: of neighbouring tokens of the prompt.
+            prompt_logprobs: of consecutive tokens of the prompt.
             prompt_index: the place of the first of these in the prompt.
             choice: the output that is meant, if the request stands for several.
             index: the first token's place in the output, if `tokens` are not in `output_ids`.
@@ -308,7 +308,7 @@ class SchedulerContext(Generic[RequestT]):
             _trace_end(request.trace, request, outcome, end)
 
     def _leave_storage(self, request: RequestT) -> None:
-        """What storage has of a request is not brought for it any more."""
+        """Give up what storage still brings for a request that needs it no more."""
         wait, tier = request.storage_wait, self.host_tier
         if (
             wait is not None
@@ -347,7 +347,7 @@ class SchedulerContext(Generic[RequestT]):
     ) -> WorkerLoad:
         """Make a `WorkerLoad` of the scheduler's counts and of what this context knows.
 
-        `prompts` says how many tokens are left to compute here, of each request's input.
+        `prompts` has, for each request, the tokens of its input that are left to compute here.
         """
         return WorkerLoad(
             waiting_requests=waiting_requests,
@@ -369,7 +369,7 @@ class SchedulerContext(Generic[RequestT]):
         )
 
     def _pool_counts(self) -> tuple[PoolCounts, ...]:
-        """Of every pool's pages, the host's after the device's, and of the rows as the last."""
+        """Count the pages of every pool, the host's after the device's, and last the rows."""
         if self.host_tier is None:
             return self.kv_cache.counts()
         *device, rows = self.kv_cache.counts()
@@ -388,16 +388,16 @@ class SchedulerContext(Generic[RequestT]):
 
     @property
     def load_can_wait(self) -> bool:
-        """Whether routers know that the worker has something to do, and whether it drains."""
+        """Whether a new load can wait: routers know that the worker is busy or drains."""
         load = self._last_load
         return load is not None and not load.is_idle and load.draining is self.draining
 
     def tell_load(self) -> None:
-        """Have the load counted and told after this pass, whatever it was before."""
+        """Make sure that the load is counted and sent after this pass, even if it is unchanged."""
         self._last_load = None
 
     def flush(self, load: WorkerLoad | None) -> None:
-        """Send this pass's outputs to the routers; load and prefixes where they have changed.
+        """Send this pass's outputs to the routers, and load and prefixes if they have changed.
 
         `load` is None if it was not counted.
         """

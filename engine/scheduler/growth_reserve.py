@@ -1,4 +1,4 @@
-"""Estimates the memory that running requests will still need, which admission leaves free."""
+"""An estimate of the memory that running requests will still need; admission leaves it free."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 
 _WEIGHT = 1 / 16
-"""Weight of the latest request in the moving mean."""
+"""The weight of the latest request in the moving mean."""
 _RETRACTION_RAISE = 1.5
-"""What a retraction multiplies the estimate by: it was too low."""
+"""The factor by which a retraction raises the estimate, which was too low."""
 
 
 class GrowthReserve:
-    """Estimates output lengths as a part of `max_tokens`, measured on requests that finished.
+    """An estimate of output lengths as a part of `max_tokens`, learned from requests that finished.
 
-    No request owns the reserve: it only keeps new requests out, so that those
-    that run can grow without a retraction. It starts at its upper bound and
-    learns; SGLang's `new_token_ratio`, which decays by itself, is the model.
+    No request owns the reserve: it only keeps new requests out, so that running ones can grow
+    without a retraction. It starts at its upper bound and learns. The model is SGLang's
+    `new_token_ratio`, which decays by itself.
 
     Args:
         kv_cache: manages the memory that the requests grow in.
-        least: of `max_tokens`, the smallest part that is ever left for a request, in [0, 1].
+        least: the smallest part of `max_tokens` that is ever reserved for a request, in [0, 1].
         most: the largest.
         ahead: tokens that steps in flight may write beyond those that are kept.
     """
@@ -39,7 +39,7 @@ class GrowthReserve:
 
     @property
     def mean_output_tokens(self) -> int:
-        """Tokens that a request generates, on the moving average; 0 before one has ended."""
+        """The moving mean of the tokens that a request generates; 0 before one has ended."""
         return round(self._mean_output)
 
     def learn_from_finish(self, request: Request) -> None:
@@ -57,16 +57,16 @@ class GrowthReserve:
         self._part = min(max(part, self._least), self._most)
 
     def tokens(self, request: Request) -> int:
-        """Tokens that the request is expected to generate from now on, at least its next one."""
+        """Estimate the tokens that the request will still generate, at least its next one."""
         return self.total_tokens((request,))
 
     def total_tokens(self, requests: Iterable[Request]) -> int:
-        """The sum of `tokens` over the requests."""
+        """Sum `tokens` over the requests."""
         total, part = 0, self._part
         for request in requests:
             most, has = request.params.stops.max_tokens, len(request.output_ids)
             expected, left = ceil(part * most) - has, most - has
-            # Not by `min` and `max`, calls of which take longer than all else here.
+            # Calls of `min` and `max` would take longer than everything else here.
             if expected < 1:
                 expected = 1
             if expected > left:
@@ -75,18 +75,18 @@ class GrowthReserve:
         return total
 
     def headroom(self, request: Request, others: Iterable[Request]) -> list[int] | None:
-        """Pages of each pool that must stay free when a request is admitted beside `others`.
+        """Compute the pages of each pool that must stay free when `request` is admitted.
 
-        None for one that is alone: it would wait for ever if its choices did not fit
-        together. Then some of them are retracted, and go on when there is room.
+        None if there are no `others`. A lone request would wait forever if its choices did not fit
+        together. So it is admitted, some choices are retracted, and they go on when there is room.
         """
         growing = [*others, request]
         return self.pages(growing) if len(growing) > 1 else None
 
     def pages(self, requests: Iterable[Request]) -> list[int]:
-        """Pages of each pool that the requests are expected to need beyond what they have.
+        """Estimate the pages of each pool that the requests will need beyond what they have.
 
-        A request without memory is taken to have its input's pages.
+        A request without memory counts as having its input's pages.
         """
         shape = self._kv_cache.shape
         total = [0] * len(shape.pools)

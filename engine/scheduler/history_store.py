@@ -1,7 +1,7 @@
 """The histories of sessions whose turns a worker has generated, as tokens, without their KV.
 
-A router has the history of its sessions, and when it dies they are gone there. Here they stay, so
-that another router can go on with a session whose client sends no more than its history's digest.
+A router keeps the histories of its sessions, and they are lost when it dies. The copies here let
+another router go on with such a session. Its client then sends no more than the history's digest.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final
 from kvrelay.wire.history_digest import history_digest
 
 Key = tuple[str, str]
-"""A router's id, and what it calls a session."""
+"""A router's id, and its name for a session."""
 OVERHEAD_TOKENS: Final = 64
-"""A history takes as much room as so many tokens more: its name, its owner and its place here."""
+"""Tokens counted for each history beside its own, for its name, its owner and its entry here."""
 
 
 @dataclass(slots=True)
@@ -25,30 +25,31 @@ class _History:
     owner: str
     token_ids: array[int]
     number: int
-    """Those that came later have higher ones."""
+    """The order in which histories came; later ones have higher numbers."""
     digest: str = ""
-    """Made when it is first looked for."""
+    """The digest, computed when it is first looked for."""
 
     @property
     def room_tokens(self) -> int:
         return len(self.token_ids) + OVERHEAD_TOKENS
 
     def is_named(self, digest: str) -> bool:
-        """Whether this digest is its own. It is hashed once, and only if the length is right."""
+        """Whether this is the history's digest, computed once, and only if the length is right."""
         if not self.digest and digest.startswith(f"{len(self.token_ids)}-"):
             self.digest = history_digest(self.token_ids)
         return bool(digest) and self.digest == digest
 
 
 class HistoryStore:
-    """Keeps the history of each session's last good turn, those that came last.
+    """The history of the last good turn of each session, as far as there is room.
 
-    Time ends none: a session that its router closes, or lets expire, is forgotten here, too, and
-    the oldest ones make room for later ones. First those of owners whose histories take more than
-    an equal part of the room, so that nobody displaces all others' by many turns.
+    Histories do not expire by time. A session that its router closes, or lets expire, is forgotten
+    here, too. The oldest histories make room for later ones. First to go are those of owners that
+    take more than an equal share of the room, so that no owner displaces all others.
 
     Args:
-        most_tokens: of all histories together, 4 bytes each, `OVERHEAD_TOKENS` for each included.
+        most_tokens: the most tokens of all histories, of 4 bytes each, with `OVERHEAD_TOKENS` for
+            each history.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -58,13 +59,13 @@ class HistoryStore:
         self._room_by_owner: Counter[str] = Counter()
         self._numbers = count()
         self.room_tokens = 0
-        """That all histories take."""
+        """Tokens that all histories take."""
 
     def __len__(self) -> int:
         return len(self._histories)
 
     def put(self, key: Key, owner: str, token_ids: array[int]) -> None:
-        """A session's history is this one now; others make room for it, or it is not kept."""
+        """Store a session's new history. Others make room for it, or it is not kept."""
         self.forget(key)
         history = _History(owner, token_ids, next(self._numbers))
         self._histories[key] = self._by_owner[owner][key] = history
@@ -85,14 +86,14 @@ class HistoryStore:
             del self._by_owner[history.owner], self._room_by_owner[history.owner]
 
     def find(self, owner: str, digest: str) -> tuple[Key, array[int]] | None:
-        """The history of this owner that a digest names, and whose session it was; None: none."""
+        """Find the owner's history that has this digest, and its session; None: there is none."""
         for key, history in self._by_owner.get(owner, {}).items():
             if history.is_named(digest):
                 return key, history.token_ids
         return None
 
     def _first_to_go(self) -> Key:
-        """The oldest history of the owners that take more than an equal part, or of all."""
+        """Find the oldest history of owners with more than an equal share, or else of all."""
         share = self.room_tokens / len(self._by_owner)
 
         def order(owner: str) -> tuple[bool, int]:

@@ -1,4 +1,4 @@
-"""Bounds the chunks of prompts beside the running batch, so that it keeps its pace."""
+"""The bound on prompt chunks beside the running batch, which keeps its inter-token latency."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from kvrelay.wire.speeds import StepWork
 
 
 class ItlTarget:
-    """The seconds from a token of a request to its next one while prompts are computed beside it.
+    """The target time between two tokens of a request while prompts are computed beside it.
 
     Args:
-        seconds: that such a step may take; None: as follows from steps without prompts.
+        seconds: the target of such a step; None: derived from the time of steps without prompts.
         learner: knows what steps cost.
-        own_prompts: they are this worker's own to compute, and not mostly another's. Without
-            `seconds` they then take fewer and longer steps beside few requests and beside many.
+        own_prompts: whether most prompts are this worker's own to compute, not another's. If so,
+            and without `seconds`, they take fewer and longer steps beside few requests and beside
+            many.
     """
 
     def __init__(self, seconds: float | None, learner: SpeedLearner, *, own_prompts: bool) -> None:
@@ -25,7 +26,7 @@ class ItlTarget:
     def most_prompt_tokens(
         self, rows: StepWork, context: int, most: int, backlog_tokens: int
     ) -> int:
-        """The most prompt tokens of a step that keep the target, at least a few.
+        """Compute the most prompt tokens of a step that keep the target, at least a few.
 
         Args:
             rows: what the step computes beside the prompt.

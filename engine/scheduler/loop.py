@@ -1,4 +1,4 @@
-"""The engine's loop. It is the same for all workers; the scheduler decides what is computed.
+"""The engine's loop, the same for all workers; the scheduler decides what is computed.
 
 ::
 
@@ -6,13 +6,13 @@
     -> kv_cache.reclaim() -> scheduler.watch_peers() -> scheduler.admit()
     -> scheduler.schedule() -> launch -> audit -> send outputs
 
-The engine thread runs it, and no other thread touches memory state. The forward
-runs on a thread of its own, so that messages are answered while it computes.
-Whatever changes the state arrives as a message, so a pass begins by waiting for one.
+The engine thread runs it, and no other thread touches memory state. The forward runs on a thread of
+its own, so that messages are answered while it computes. Every change of the state arrives as a
+message, so a pass begins by waiting for one.
 
-With overlap a step is planned and launched while the one before it computes, so
-that the forward thread never waits for a plan. What the plan cannot know, which
-tokens the step before has sampled, the forward thread reads from the `TokenState`.
+With overlap a step is planned and launched while the previous one computes, so that the forward
+thread never waits for a plan. The plan cannot know which tokens the previous step samples. The
+forward thread reads them from the `TokenState`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ MessageT = TypeVar("MessageT")
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
 
 EngineMessage: TypeAlias = Command | CopyEnded | StorageEnded | StepEnded[RequestT] | MessageT
-"""What arrives in an engine's inbox; `MessageT` are its scheduler's own messages."""
+"""The messages in an engine's inbox; `MessageT` are its scheduler's own."""
 
 
 class Scheduler(Protocol[RequestT, MessageT_contra]):
-    """Decides what a worker does with its requests. On the engine thread; must not block."""
+    """An interface that decides what a worker computes. On the engine thread; must not block."""
 
     def submit(self, command: Submit) -> None:
         """Take a new request."""
@@ -90,7 +90,7 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
         ...
 
     def peer_died(self, incarnation: str) -> None:
-        """Another worker's process is confirmed to be gone: end what depended on it."""
+        """End the requests that depended on another worker, whose death is confirmed."""
         ...
 
     def handle(self, message: MessageT_contra) -> None:
@@ -98,7 +98,7 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
         ...
 
     def watch_peers(self) -> None:
-        """Send due heartbeats, and end requests whose peer is silent for too long; every pass."""
+        """Send due heartbeats, and end requests of peers that are silent too long; each pass."""
         ...
 
     def admit(self) -> None:
@@ -111,10 +111,9 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
     def schedule(self) -> Sequence[Scheduled[RequestT]]:
         """Choose what the next forward computes, and allocate its pages. Empty: nothing.
 
-        Here the next step is decided. The implementations are
-        ``PrefillScheduler.schedule`` (by ``ComputingPrompts.schedule``), and
-        ``DecodeScheduler.schedule`` and ``AggregatedScheduler.schedule`` (by
-        ``MixedSteps.schedule``, which mixes that with ``RunningBatch.schedule``).
+        The implementations are ``PrefillScheduler.schedule`` (by ``ComputingPrompts.schedule``),
+        ``DecodeScheduler.schedule`` and ``AggregatedScheduler.schedule``. The latter two use
+        ``MixedSteps.schedule``, which adds prompts to ``RunningBatch.schedule``.
         """
         ...
 
@@ -127,7 +126,7 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
         ...
 
     def retract_for_drain(self) -> None:
-        """Retract every request that loses little by going on elsewhere: the worker drains."""
+        """Retract requests that lose little by going on elsewhere, because the worker drains."""
         ...
 
     def load(self) -> WorkerLoad:
@@ -135,12 +134,12 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
         ...
 
     def progress(self) -> Iterable[tuple[RequestT, RequestProgress]]:
-        """How far each request has come; asked for while a router watches."""
+        """Yield how far each request has come; called while a router watches."""
         ...
 
 
 class Launcher(Protocol[RequestT_contra]):
-    """Computes steps; each one's end comes back as a `StepEnded` message."""
+    """An interface that computes steps; each one's end comes back as a `StepEnded` message."""
 
     def launch(self, step: Step[RequestT_contra]) -> None:
         """Compute a step after those launched before it. Does not block."""
@@ -148,26 +147,26 @@ class Launcher(Protocol[RequestT_contra]):
 
 
 class SharedCores(Protocol):
-    """What the machine's other workers may know of this one."""
+    """An interface by which the machine's other workers see whether this one computes."""
 
     busy: bool
-    """Whether it computes."""
+    """Whether this worker computes now."""
 
 
 class Engine(Generic[RequestT, MessageT]):
-    """Runs a scheduler, pass by pass, without any thread of its own.
+    """The loop of a scheduler, run pass by pass; it has no thread of its own.
 
     Args:
         context: the memory, requests and outputs that it works on.
-        scheduler: decides what to compute, and takes what was computed.
+        scheduler: decides what to compute, and takes the results.
         launcher: computes it.
-        failed_forwards_limit: so many forwards that fail in a row end it.
-        overlap: plan a step while the one before it computes.
+        failed_forwards_limit: the number of failed forwards in a row that ends it.
+        overlap: plan a step while the previous one computes.
         audit_pages: check every page after every pass, not the sums alone.
-        load_seconds: the load is not counted again for so long while a forward runs that takes
-            less, and whose end brings the next pass.
-        cores: that the engine says it computes on, from a step's launch until a pass that has
-            nothing to launch and nothing in flight; None: nobody wants to know.
+        load_seconds: the shortest time between two counts of the load. Only while a forward runs
+            that takes less, and whose end brings the next pass.
+        cores: where it marks its cores as busy, from a step's launch until nothing is launched or
+            in flight; None: no other worker looks.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class Engine(Generic[RequestT, MessageT]):
 
     @property
     def stopped(self) -> bool:
-        """It was told to stop, every request has ended, and no forward runs."""
+        """Whether it was told to stop, every request has ended, and no forward runs."""
         return self._stopping and not self._context.steps.running
 
     def run_pass(self, messages: Iterable[EngineMessage[RequestT, MessageT]]) -> None:
@@ -210,7 +209,8 @@ class Engine(Generic[RequestT, MessageT]):
 
         Raises:
             ConservationError: memory was lost or is owned twice: the engine must stop.
-            WorkerBrokenError: forwards fail, or one hangs: routers are told, and it must stop.
+            WorkerBrokenError: forwards fail, or one hangs. Routers are told, and the engine must
+                stop.
         """
         try:
             self._run_pass(messages)
@@ -243,8 +243,9 @@ class Engine(Generic[RequestT, MessageT]):
     def _load_can_wait(self, now: float) -> bool:
         """Whether the load was counted a moment ago, and a pass is sure to follow soon.
 
-        Most passes of a busy worker take one message of one request, which no router places
-        others by. The load, and what is exported of the memory, would be half of their work.
+        Most passes of a busy worker take one message of one request, which does not change where
+        routers place others. Counting the load and exporting the memory's state would be half of
+        their work.
         """
         return (
             now < self._load_counted_at + self._load_seconds
@@ -271,14 +272,17 @@ class Engine(Generic[RequestT, MessageT]):
         return load
 
     def _tell_if_drained(self) -> None:
-        """After the last outputs were sent. Pages may still be fenced, by dead peers' transfers."""
+        """Report that the worker is drained, after the last outputs were sent.
+
+        Pages may still be fenced by transfers of dead peers.
+        """
         if self._on_drained and not self._context.requests and not self._context.steps.running:
             on_drained, self._on_drained = self._on_drained, []
             for tell in on_drained:
                 tell()
 
     def _admit_and_launch(self) -> None:
-        """Admit requests and launch what can be; again if launching has made room for others."""
+        """Admit requests and launch steps; repeat if a launch has made room for other requests."""
         kv_cache = self._context.kv_cache
         self._scheduler.watch_peers()
         while True:
@@ -290,7 +294,7 @@ class Engine(Generic[RequestT, MessageT]):
                 return
 
     def _launch(self) -> bool:
-        """Plan the next forward and launch it; `False` if there is nothing to compute."""
+        """Plan the next forward and launch it. Returns `False` if there is nothing to compute."""
         scheduled, copies = self._scheduler.schedule(), self._context.take_copies()
         if not scheduled and not copies:
             return False
@@ -321,7 +325,7 @@ class Engine(Generic[RequestT, MessageT]):
                 self._scheduler.fail(item.request, output.error)
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a forward that has failed for all of its requests; perhaps it is the last one."""
+        """Count a forward that failed for all its requests, and give up if it is one too many."""
         self._context.metrics.count(FAILED_STEPS)
         self._failed_in_a_row += 1
         if isinstance(error, ForwardFailedError) and error.breaks_device:
@@ -330,15 +334,15 @@ class Engine(Generic[RequestT, MessageT]):
             self._give_up(f"{self._failed_in_a_row} forwards in a row have failed: {error}")
 
     def _give_up(self, reason: str) -> None:
-        """End after this pass. To routers it is a worker that drains: its requests go on elsewhere.
+        """End after this pass. Routers see a worker that drains, so its requests go on elsewhere.
 
-        Those of the forward that failed have ended by it, and the router knows the cause.
+        The requests of the failed forward have ended already, and the router knows the cause.
         """
         self._gives_up = reason
         self._context.draining = True
 
     def _fail_step(self, number: int, reason: str) -> None:
-        """End the requests of a forward that hangs, unless it has ended by now after all."""
+        """End the requests of a forward that hangs, unless it has ended by now."""
         scheduled = [
             item for step in self._launched if step.number == number for item in step.scheduled
         ]
@@ -380,7 +384,7 @@ class Engine(Generic[RequestT, MessageT]):
     def _answer(self, question: Inspect | FindHistory) -> None:
         if isinstance(question, Inspect):
             question.look(self._context.kv_cache)
-            self._load_counted_at = -math.inf  # who asks reads what this pass publishes
+            self._load_counted_at = -math.inf  # the answer is what this pass publishes
         elif question.is_wanted():
             question.answer(self._context.sessions.adopt(question.owner, question.digest))
 
@@ -449,7 +453,7 @@ class Engine(Generic[RequestT, MessageT]):
 def _trace_chunk(
     trace: AttemptTrace, item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]
 ) -> None:
-    """Record a forward that computed a part of a prompt; no span for each token that follows."""
+    """Record a forward that computed part of a prompt; the tokens that follow get no spans."""
     request = item.request
     if request.kv_written_len >= request.input_len:
         return
@@ -484,13 +488,13 @@ class EngineThread(Generic[RequestT, MessageT]):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """End every request, wait for the forward that runs, audit the memory, end the thread.
+        """End every request, wait for the running forward, audit the memory, and end the thread.
 
-        Give up a forward that has not ended after `seconds`: its pages stay what they are.
+        Gives up a forward that has not ended after `seconds`: its pages stay as they are.
         """
         self._inbox.post(Stop())
         if not ended_within(self._thread, seconds):

@@ -293,8 +293,8 @@ _Quarantine = Mapping[FenceKind, QuarantineCounts]
 class WorkerMetrics(Instruments, Collector):
     """The values of `METRICS` on one worker.
 
-    The engine thread publishes load and memory after a pass, of a busy worker some times a
-    second, as one immutable value, so a scrape at any moment sees page states that sum to the
+    The engine thread publishes load and memory after a pass, a few times a second if the worker is
+    busy. It publishes them as one immutable value, so every scrape sees page states that sum to the
     pool.
     """
 
@@ -314,9 +314,9 @@ class WorkerMetrics(Instruments, Collector):
         )
         self._tiers: Mapping[str, TierCounts] = {}
         self.history_tokens = 0
-        """That the histories of sessions take."""
+        """Tokens that the histories of sessions take."""
         self.pinned_bytes = 0
-        """Of the host tier."""
+        """Pinned bytes of the host tier."""
         for kind in Dropped:
             self.show(DROPPED_MESSAGES, kind=kind.value)
         self.registry.register(self)
@@ -329,7 +329,7 @@ class WorkerMetrics(Instruments, Collector):
         quarantine: _Quarantine,
         tiers: Mapping[str, TierCounts] = {},
     ) -> None:
-        """Set the state after a pass; engine thread. Times are `time.monotonic`'s."""
+        """Set the state after a pass; on the engine thread. Times are `time.monotonic`'s."""
         self._published = (load, quarantined_since, cache.copy(), quarantine)
         self._tiers = tiers
 
@@ -380,7 +380,7 @@ class WorkerMetrics(Instruments, Collector):
         yield from families.values()
 
     def _values(self) -> Iterator[tuple[Metric, float, *tuple[str, ...]]]:
-        """The value and the own labels of each metric that is collected."""
+        """Yield the value and the own labels of each metric that is collected."""
         load, _, cache, quarantine = self._published
         for counts in load.pools:
             for state in PAGE_STATES:

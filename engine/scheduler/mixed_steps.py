@@ -21,22 +21,23 @@ from kvrelay.wire.speeds import StepWork
 RequestT = TypeVar("RequestT", bound=GeneratingRequest)
 
 _PROMPT_SHARE = 4
-"""At least one in so many tokens of a step's budget is for prompts, however many generate."""
+"""The least share of a step's budget for prompts, however many requests generate: one token in this
+many."""
 _ANY_BACKLOG = 1 << 30
-"""Tokens: as many as count when chunks keep nobody waiting yet, but may soon."""
+"""The backlog in tokens that counts when chunks do not delay any request yet, but may soon."""
 _LONG_STEP_SECONDS = 0.01
-"""Many times what it takes to plan one."""
+"""The shortest long step, many times as long as planning one."""
 
 
 class Newcomers:
-    """The requests that are computed elsewhere, and generate here next. By default there are none.
+    """The requests that are computed elsewhere and are about to generate here. By default none.
 
     They wait for the steps in flight when they come.
     """
 
     @property
     def are_coming(self) -> bool:
-        """Whether one is computed now."""
+        """Whether one is being computed elsewhere."""
         return False
 
     @property
@@ -46,7 +47,7 @@ class Newcomers:
 
 
 class MixedSteps(Generic[RequestT]):
-    """Plans the steps of a worker that computes prompts and generates, and takes their outputs.
+    """The steps of a worker that computes prompts and generates, and the handling of their outputs.
 
     A prompt that is complete joins the running batch.
 
@@ -56,7 +57,7 @@ class MixedSteps(Generic[RequestT]):
         growth: learns if the choices of a request do not fit together.
         itl_target: bounds the chunks beside those that generate.
         chunk_tokens: bounds all chunks; the only bound when nothing generates.
-        newcomers: requests that are computed elsewhere, and generate here.
+        newcomers: requests that are computed elsewhere, and will generate here.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class MixedSteps(Generic[RequestT]):
         """The prompts that are computed here."""
 
     def schedule(self) -> Sequence[Scheduled[RequestT]]:
-        """Allocate the next token of all that generate, and chunks of prompts beside them.
+        """Allocate the next token of all requests that generate, and prompt chunks beside them.
 
-        No long step is planned ahead while a request is about to join those that generate: it would
-        wait for that step, too.
+        No long step is planned ahead while a request is about to join the running batch, because it
+        would wait for that step, too.
         """
         if self._context.steps.running and self._steps_are_long and self._one_joins_next:
             return ()
@@ -104,7 +105,7 @@ class MixedSteps(Generic[RequestT]):
         return [*generating, *self.computing.schedule(tokens, alone=alone)]
 
     def _most_prompt_tokens(self, generating: Sequence[Scheduled[RequestT]]) -> int:
-        """How many tokens of prompts a step may compute beside requests that generate."""
+        """Compute how many prompt tokens a step may compute beside requests that generate."""
         if not self._one_generates_soon():
             return self._chunk_tokens
         rows = len(generating)
@@ -116,7 +117,7 @@ class MixedSteps(Generic[RequestT]):
     def _one_generates_soon(self) -> bool:
         """Whether a request would wait for the step's end.
 
-        Also one whose last chunk is in flight, and one that is computed elsewhere now.
+        That includes one whose last chunk is in flight, and one that is computed elsewhere now.
         """
         return bool(self._running) or self.computing.completes_one or self._newcomers.are_coming
 
@@ -133,14 +134,14 @@ class MixedSteps(Generic[RequestT]):
             self._begin_to_generate(request, run, output.tokens)
 
     def remove(self, request: RequestT) -> None:
-        """Compute no more of a request, whatever phase it is in; its memory stays."""
+        """Stop computing a request, whatever phase it is in; its memory stays."""
         self.computing.remove(request)
         self._running.remove(request)
 
     def _begin_to_generate(
         self, request: RequestT, run: PromptRun, tokens: Sequence[SampledToken]
     ) -> None:
-        """The prompt is computed: emit the first token of each choice, and continue from it."""
+        """Emit the first token of each choice of a computed prompt, and continue from there."""
         request.activate(run.timings())
         known = request.output_ids
         ends = [request.checker.again(known).check(token.token_id) for token in tokens]

@@ -1,4 +1,4 @@
-"""Carries messages from the engine thread to the event loop, with one wake-up a pass."""
+"""The messages from the engine thread to the event loop, sent with one wake-up a pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MessageT = TypeVar("MessageT")
 
 
 class Sink(Protocol[MessageT_contra]):
-    """Where messages go; called on the event loop."""
+    """An interface that takes messages; called on the event loop."""
 
     def deliver(self, message: MessageT_contra) -> None:
         """Take one message. Must not block."""
@@ -37,7 +37,7 @@ class MessageStream(Generic[MessageT]):
 
     @property
     def num_unread(self) -> int:
-        """Messages that wait to be read; from any thread."""
+        """The number of messages that wait to be read; from any thread."""
         return self._queue.qsize()
 
     def take_all(self) -> list[MessageT | None]:
@@ -57,7 +57,7 @@ class MessageStream(Generic[MessageT]):
 
 
 class Outbox:
-    """Collects a pass's messages and hands them to the event loop at once.
+    """The messages of a pass, handed to the event loop all at once.
 
     `put` and `flush` belong to the engine thread.
 
@@ -70,11 +70,11 @@ class Outbox:
         self._pending: list[tuple[Sink[object], object]] = []
 
     def put(self, sink: Sink[MessageT], message: MessageT) -> None:
-        """Send `message` to `sink` at the next flush, in order."""
+        """Queue `message` for `sink` until the next flush; the order is kept."""
         self._pending.append((sink, message))  # type: ignore[arg-type]
 
     def flush(self) -> None:
-        """Hand over what was put since the last flush."""
+        """Hand over the messages that were put since the last flush."""
         if self._pending:
             batch, self._pending = self._pending, []
             self._call_soon(_deliver, batch)
@@ -86,7 +86,7 @@ def _deliver(batch: list[tuple[Sink[object], object]]) -> None:
 
 
 class RouterLink(MessageStream[EngineOutputs]):
-    """A router's stream, which is its lease: when it ends, its requests end here."""
+    """A router's stream, which is also its lease: when it ends, the router's requests here end."""
 
     def __init__(self, router: str) -> None:
         super().__init__()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 CHECKS_IN_TIMEOUT = 3
-"""How many times peers are checked within the timeout after which a silent one is given up."""
+"""How often peers are checked within the timeout after which a silent one is given up."""
 
 
 class PeriodicCheck:
-    """Tells the loop, which asks every pass, when the check is due.
+    """A timer that tells the loop, which asks every pass, when a check is due.
 
     Args:
         seconds: between two checks.
@@ -18,7 +18,7 @@ class PeriodicCheck:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.next_at = time.monotonic() + seconds
-        """When the check is due next, by `time.monotonic`."""
+        """The moment when the check is due next, by `time.monotonic`."""
 
     def is_due(self, now: float) -> bool:
         """Whether to make the check now; if so, the next one is due later."""

@@ -1,4 +1,4 @@
-"""Tells routers which prefixes a worker has: all of them at first, then what changes."""
+"""The reports to routers of the prefixes that a worker has: all of them at first, then changes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from kvrelay.wire.prefixes import PrefixUpdate
 Marks: TypeAlias = tuple[int, ...]
 
 _MARKS_AN_UPDATE: Final = 1 << 12
-"""A router's event loop takes up to ten milliseconds for them; a longer report goes in several."""
+"""The most marks in one update, so that a router's event loop takes at most ten milliseconds for
+it; longer reports are split."""
 _MOST_UNREAD: Final = 1024
-"""Messages: a router that leaves more unread is told no changes, but all anew once it has read."""
+"""The most unread messages of a router. With more it is sent no changes, but everything anew once
+it has read them."""
 
 
 class PrefixReports:
-    """Makes the updates for each router's stream, pass by pass. On the engine thread only.
+    """The updates for each router's stream, pass by pass. On the engine thread only.
 
     Args:
         index: the worker's.
@@ -29,23 +31,23 @@ class PrefixReports:
         self._index = index
         self._page_size = page_size
         self._told: dict[RouterLink, int | None] = {}
-        """The updates that a router was sent; None: it is to be told all anew."""
+        """The number of updates that a router was sent; None: it must be sent everything anew."""
 
     def attach(self, link: RouterLink) -> None:
-        """A router's stream has opened."""
+        """Add a router's stream."""
         self._told[link] = None
 
     def detach(self, link: RouterLink) -> None:
-        """A router's stream has ended."""
+        """Remove a router's stream."""
         self._told.pop(link, None)
 
     def begin_anew(self, link: RouterLink) -> None:
-        """A router has missed an update."""
+        """Send everything anew to a router that has missed an update."""
         if link in self._told:
             self._told[link] = None
 
     def take(self) -> dict[RouterLink, Sequence[PrefixUpdate]]:
-        """The updates to send after this pass, in order; of most passes none."""
+        """Take the updates to send after this pass, in order; most passes have none."""
         changes = self._index.take_changes()
         if changes is None and None not in self._told.values():
             return {}
@@ -71,7 +73,7 @@ class PrefixReports:
         ]
 
     def _all(self, link: RouterLink) -> Sequence[PrefixUpdate]:
-        """All that is found now, from update 0 on; nothing if the index does not tell."""
+        """Make updates with all prefixes, from update 0 on; none if the index keeps no marks."""
         marks = self._index.marks()
         if marks is None:
             return ()
@@ -84,6 +86,6 @@ class PrefixReports:
 
 
 def _parts(marks: Marks) -> list[Marks]:
-    """Of `_MARKS_AN_UPDATE` each; none if there are no marks."""
+    """Split marks into parts of `_MARKS_AN_UPDATE`; none if there are no marks."""
     starts = range(0, len(marks), _MARKS_AN_UPDATE)
     return [marks[start : start + _MARKS_AN_UPDATE] for start in starts]

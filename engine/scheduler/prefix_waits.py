@@ -1,4 +1,4 @@
-"""Lets a request wait while another one computes, or reads, the prefix that they share."""
+"""The wait of a request while another one computes, or reads, the prefix that they share."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 RequestT = TypeVar("RequestT", bound=Request)
 
 _WORTH = 10
-"""A request waits for one in so many of the tokens that it lacks, or more."""
+"""The part of its missing tokens that is worth a wait, as a divisor: a tenth or more must be
+shared."""
 
 
 class PrefixWaits(Generic[RequestT]):
-    """Tells which requests wait for others, the leaders, and until when.
+    """The requests that wait for others, their leaders, and how long each waits.
 
-    A leader goes on by itself: it has been granted memory, or waits for the answer.
-    Who waits for it holds nothing, so nobody waits here for somebody who waits here. It
-    goes on as soon as the leader, or somebody else, has published what they share, and
-    when the leader has ended or has made no progress for a while. Then it finds in the
-    prefix index what is there.
+    A leader goes on by itself: it has been granted memory, or waits for the answer. A waiting
+    request holds nothing and leads nobody, so waits do not chain. It goes on as soon as the shared
+    prefix is published, or when the leader has ended or makes no progress. Then it uses what the
+    prefix index has.
 
     Args:
         context: the requests' memory.
-        bound: seconds without progress of a leader after which nobody waits for it. 0:
-            nobody waits at all.
+        bound: seconds without progress of a leader after which nobody waits for it. 0: nobody waits
+            at all.
         leads: whether a request is about to publish its input.
-        at_end: whether a leader publishes all of its input at once when it is complete,
-            and not chunk by chunk.
-        leads_for: whether a leader (first) leads a request (second), too.
+        at_end: whether a leader publishes all of its input at once when it is complete, and not
+            chunk by chunk.
+        leads_for: whether a leader (first argument) also leads a given request (second).
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class PrefixWaits(Generic[RequestT]):
         self._leads_for = leads_for
 
     def leaders(self, requests: Iterable[RequestT]) -> list[RequestT]:
-        """Those of the requests that others may wait for."""
+        """Select the requests that others may wait for."""
         return [r for r in requests if self._may_lead(r)] if self._bound else []
 
     def _may_lead(self, request: RequestT) -> bool:
-        """Whether others may wait for it: a turn on its session's pages publishes nothing."""
+        """Whether others may wait for it. A turn on its session's pages publishes nothing."""
         return not request.borrowed_len and self._leads(request)
 
     def must_wait(self, request: RequestT, known_tokens: int, leaders: Iterable[RequestT]) -> bool:
@@ -68,7 +68,7 @@ class PrefixWaits(Generic[RequestT]):
         Args:
             request: has no memory.
             known_tokens: tokens of its input that may come from the prefix index.
-            leaders: those that it may wait for.
+            leaders: the requests that it may wait for.
         """
         if not self._bound or self._context.sessions.has_kv_of(request):
             return False
@@ -84,7 +84,7 @@ class PrefixWaits(Generic[RequestT]):
     def _goes_on(
         self, request: RequestT, wait: PrefixWait, token_ids: TokenIds, now: float
     ) -> bool:
-        """Whether the leader will publish more, and the index has not all that they share."""
+        """Whether the leader will publish more, and the index lacks part of the shared prefix."""
         leader = cast("RequestT", wait.leader)
         if not self._is_useful(request, leader, now) or _published(leader) >= wait.shared_len:
             return False
@@ -96,7 +96,7 @@ class PrefixWaits(Generic[RequestT]):
         return kv_cache.count_cached(token_ids, request.namespace) < wait.shared_len
 
     def _is_useful(self, request: RequestT, leader: RequestT, now: float) -> bool:
-        """Whether it will publish more before `request` could, as far as can be said."""
+        """Whether the leader is expected to publish more before `request` could compute it."""
         if leader.has_ended or now - leader.progressed_at > self._bound:
             return False
         if not self._at_end(leader) and self._has_unpublished_pages(leader):
@@ -104,9 +104,9 @@ class PrefixWaits(Generic[RequestT]):
         return self._may_lead(leader) and self._leads_for(leader, request)
 
     def _has_unpublished_pages(self, leader: Request) -> bool:
-        """Whether it has written whole pages that the index did not take: copies, say.
+        """Whether the leader has written whole pages that the index refused, e.g. as copies.
 
-        Then it takes none of those after them either, until the leader is released.
+        Then the index refuses all later pages, too, until the leader is released.
         """
         page_size = self._context.kv_cache.shape.page_size
         return leader.lease is not None and leader.kv_written_len - _published(leader) >= page_size
@@ -114,7 +114,7 @@ class PrefixWaits(Generic[RequestT]):
     def _find(
         self, request: RequestT, token_ids: TokenIds, leaders: Iterable[RequestT], now: float
     ) -> PrefixWait | None:
-        """The wait for the leader that shares most, if it is worth it."""
+        """Find the leader that shares most, if waiting for it is worth it."""
         found: int | None = None
         best: PrefixWait | None = None
         for leader in leaders:
@@ -131,12 +131,12 @@ class PrefixWaits(Generic[RequestT]):
         return best
 
     def _shared_len(self, token_ids: TokenIds, leader: RequestT, known: int) -> int:
-        """Tokens that a leader will publish of `token_ids`; 0 if too few beyond those `known`."""
+        """Count tokens of `token_ids` that a leader will publish; 0 if hardly beyond `known`."""
         theirs = leader.input_ids
         both = min(len(token_ids), len(theirs))
         shape = self._context.kv_cache.shape
         worth = max(shape.page_size, (len(token_ids) - known) // _WORTH)
-        # Nearly all are told apart here.
+        # Nearly all unrelated inputs differ here.
         if not np.array_equal(token_ids[known : known + worth], theirs[known : known + worth]):
             return 0
         differs = token_ids[:both] != theirs[:both]
@@ -147,9 +147,10 @@ class PrefixWaits(Generic[RequestT]):
         return shared if not self._at_end(leader) or self._is_worth_the_end(shared, leader) else 0
 
     def _is_worth_the_end(self, shared: int, leader: RequestT) -> bool:
-        """Whether to wait for all of a leader's input: before that it publishes nothing.
+        """Whether to wait until a leader's input is complete, because it publishes nothing earlier.
 
-        After a part of it a window's pages would be missing.
+        In a model with windows all of it must be shared: after a part of it a window's pages would
+        be missing.
         """
         shape = self._context.kv_cache.shape
         if any(shape.windowed):

@@ -1,4 +1,4 @@
-"""When routers that watch are told how far their requests have come."""
+"""Progress reports to routers that watch their requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.wire.request_progress import RequestPhase, RequestProgress, WorkerProgress
 
 INTERVAL_SECONDS: Final = 0.2
-"""Between two reports, at least."""
+"""The shortest time between two reports."""
 MOST_REQUESTS: Final = 32
-"""Of a report; the oldest attempts of those that do not generate yet, then the latest others."""
+"""The most requests in a report: the oldest attempts that do not generate yet, then the latest
+others."""
 
 
 class ProgressReports:
-    """Collects what routers that watch are told. Without one it costs nothing."""
+    """The progress reports of one worker. They cost nothing while no router watches."""
 
     def __init__(self) -> None:
         self._watchers: set[RouterLink] = set()
@@ -25,7 +26,7 @@ class ProgressReports:
         self._found: dict[RouterLink, list[RequestProgress]] = {}
 
     def watch(self, link: RouterLink, *, on: bool) -> None:
-        """A router watches its requests, or does so no more."""
+        """Note that a router watches its requests, or no longer does."""
         if on:
             self._watchers.add(link)
         else:
@@ -33,11 +34,11 @@ class ProgressReports:
             self._found.pop(link, None)
 
     def is_due(self) -> bool:
-        """Whether a router is to be told in this pass."""
+        """Whether to report in this pass."""
         return bool(self._watchers) and time.monotonic() >= self._due
 
     def take(self, requests: Iterable[tuple[Request, RequestProgress]]) -> None:
-        """Keep what this pass has for the routers that watch."""
+        """Keep the progress of the requests whose routers watch, for this pass."""
         self._due = time.monotonic() + INTERVAL_SECONDS
         self._found = {link: [] for link in self._watchers}
         for request, progress in requests:
@@ -45,7 +46,7 @@ class ProgressReports:
                 self._found[request.link].append(progress)
 
     def of(self, link: RouterLink) -> WorkerProgress | None:
-        """What a router is told in this pass: of an attempt the first of its choices here."""
+        """Make a router's report of this pass, with the first choice of each attempt."""
         found = self._found.get(link)
         if found is None:
             return None
@@ -53,7 +54,7 @@ class ProgressReports:
         return WorkerProgress(tuple(sorted(firsts.values(), key=_turn)[:MOST_REQUESTS]))
 
     def clear(self) -> None:
-        """The pass is over."""
+        """Forget the reports, at the end of the pass."""
         self._found.clear()
 
 

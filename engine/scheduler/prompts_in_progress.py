@@ -26,7 +26,7 @@ class PromptRun:
     cached_tokens: int
     """Prompt tokens that the prefix index, or its session, had."""
     num_tokens: int
-    """Tokens that it computes in all."""
+    """Tokens to compute in all."""
     queued: float
     """Seconds until it had memory."""
     begun: float = field(default_factory=time.monotonic)
@@ -34,14 +34,14 @@ class PromptRun:
     """Tokens of the prompt whose log-probabilities were emitted."""
 
     def timings(self) -> PhaseTimings:
-        """Seconds until now."""
+        """Measure the seconds of its phases until now."""
         return PhaseTimings(
             queue_seconds=self.queued, prefill_seconds=time.monotonic() - self.begun
         )
 
 
 class ComputingPrompts(Generic[RequestT]):
-    """Requests whose input is computed. Each holds memory for all of it, and a row.
+    """The requests whose input is being computed. Each holds memory for all of it, and a row.
 
     Args:
         context: their memory.
@@ -67,7 +67,7 @@ class ComputingPrompts(Generic[RequestT]):
 
     @property
     def backlog_tokens(self) -> int:
-        """What chunks are a part of, by those inputs that are not in steps as a whole."""
+        """The backlog that chunks are sized by: inputs that are not yet entirely in steps."""
         unfinished = [
             (run.num_tokens, left) for one, run in self._runs.items() if (left := _tokens_left(one))
         ]
@@ -81,14 +81,14 @@ class ComputingPrompts(Generic[RequestT]):
 
     @property
     def next_context(self) -> int:
-        """Tokens before the next chunk of the input of which most is computed."""
+        """The tokens before the next chunk of the input of which most is computed."""
         return max([r.held.kv_committed_len for r in self._runs if _tokens_left(r)], default=0)
 
     def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
-        """Compute a request from now on: open its lease, with a promise of pages for its input.
+        """Start to compute a request: open its lease, with a promise of pages for its input.
 
-        What the prefix index has is shared, not computed; nor is what its session has. A turn
-        that goes on with its session's pages publishes nothing, so that it can be rolled back.
+        Pages that the prefix index or its session has are shared, not computed. A turn that goes on
+        with its session's pages publishes nothing, so that it can be rolled back.
 
         Args:
             request: has no memory.
@@ -103,7 +103,7 @@ class ComputingPrompts(Generic[RequestT]):
         return True
 
     def add(self, request: RequestT) -> None:
-        """Compute from now on what the lease of a request has not committed of its input."""
+        """Start to compute the part of a request's input that its lease has not committed."""
         request.progressed_at = time.monotonic()
         request.kv_written_len = request.held.kv_committed_len
         token_state = request.make_token_state(request.choices)
@@ -113,13 +113,13 @@ class ComputingPrompts(Generic[RequestT]):
         self._runs[request] = PromptRun(token_state, cached, left, queued)
 
     def remove(self, request: RequestT) -> PromptRun | None:
-        """Compute no more of a request; its memory stays. None if it was not being computed."""
+        """Stop computing a request; its memory stays. Returns None if it was not being computed."""
         return self._runs.pop(request, None)
 
     def schedule(self, budget: int, *, alone: bool = False) -> list[Scheduled[RequestT]]:
-        """Allocate the pages of the next chunks, which have `budget` tokens at most in all.
+        """Allocate the pages of the next chunks, which have at most `budget` tokens in all.
 
-        With `alone` of the first of those that are computed alone, else of the others.
+        With `alone` only the first request that is computed alone gets any, else only the others.
         """
         left = {one: _tokens_left(one) for one in self._runs if one.alone is alone}
         unplanned = {request: tokens for request, tokens in left.items() if tokens}
@@ -153,7 +153,7 @@ class ComputingPrompts(Generic[RequestT]):
             self._context.kv_cache.slide(request.held, request.kv_written_len)
 
     def _emit_scores(self, request: RequestT, scores: Sequence[SampledToken]) -> None:
-        """Chunk by chunk, because those of a long prompt would exceed a message's bound."""
+        """Emit log-probabilities chunk by chunk; a long prompt's would not fit in one message."""
         run = self._runs[request]
         self._context.emit(
             request,

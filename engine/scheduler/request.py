@@ -24,7 +24,7 @@ from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey
 class Request:
     """One attempt at a request on this worker. Only the engine thread touches it.
 
-    Its tokens, and what of their KV is here::
+    Its tokens, and the parts whose KV is here::
 
         0 .... kv_written_len ....... kv_committed_len ....... num_tokens
         |  written by forwards  |  being written by    |  known, not yet
@@ -32,58 +32,62 @@ class Request:
     """
 
     command: Submit
-    """What its router has asked for, and where its outputs go."""
+    """The command that brought it: its submission, and the router's stream."""
     key: RequestKey
     prompt_ids: Sequence[int]
     output_ids: list[int]
-    """Those included that an earlier attempt has emitted."""
+    """The tokens generated so far, including those that an earlier attempt has emitted."""
     choices: tuple[int, ...]
-    """The outputs of the one prompt that it stands for."""
+    """The outputs of the prompt that it stands for."""
     borrowed_len: int = 0
     """Tokens that its lease had when its session lent it; 0: the lease is its own."""
     received: float = field(default_factory=time.monotonic)
-    """When this attempt began here; earlier ones have timings of their own."""
+    """The moment at which this attempt began here; earlier ones have timings of their own."""
     bypassed: int = 0
     """Later requests that were admitted while this one did not fit."""
     refused_at: int = -1
-    """`KVCacheManager.room_version` when it last did not fit: until that changes it cannot."""
+    """The `KVCacheManager.room_version` when it last did not fit; until that changes it cannot
+    fit."""
     lease: Lease | None = None
     last_step: int = 0
     """The last forward that reads this request's page table."""
     kv_written_len: int = 0
     """Tokens whose KV is here for good: it may be announced, published, or slid past."""
     alone_until: int = 0
-    """Output tokens until which it is computed in forwards of its own: it may break them."""
+    """The number of output tokens up to which it is computed in forwards of its own, as it may
+    break them."""
     progressed_at: float = field(default_factory=time.monotonic)
-    """When it was last granted something, or some of its input was last computed or read."""
+    """The moment when it was last granted something, or some of its input was last computed or
+    read."""
     prefix_wait: PrefixWait | None = None
-    """For whom it waits, so that it need not compute or read what both share."""
+    """The wait for a leader, so that it need not compute or read what both share."""
     tier_keys: bytes = b""
-    """The page hashes of its reusable input, once they were needed."""
+    """The page hashes of its reusable input, computed when first needed."""
     storage_asked: bool = False
-    """Storage was asked what it has of it."""
+    """Whether storage was asked what it has of its input."""
     tier_looked_at: tuple[int, int] = (-1, -1)
-    """Versions of the cache and of the tier when nothing was to be brought back for it."""
+    """The versions of cache and tier at which nothing was to be brought back for it."""
     tier_load: TierLoad | None = None
-    """What is brought back for it, or was at last."""
+    """The load that brings pages back for it, or the last one that did."""
     loads_begun: int = 0
-    """That it has waited for, or does."""
+    """The number of loads that it has waited for, the current one included."""
     load_seconds: float = 0.0
-    """That it has waited for those before the last one."""
+    """Seconds that it has waited for loads before the last one."""
     storage_wait: StorageWait | None = None
-    """What storage has of it, which comes to the host, or has."""
+    """The wait for pages that storage brings, or has brought, to the host."""
     has_ended: bool = False
-    """It was released, though a forward may still compute it."""
+    """Whether it was released, though a forward may still compute it."""
     params: GenerationParams = field(init=False)
-    """All that its client has chosen for its outputs."""
+    """The parameters that its client has chosen."""
     input_len: int = field(init=False)
-    """Tokens that it came with: the prompt, and what an earlier attempt has emitted."""
+    """The tokens that it came with: the prompt, and those that an earlier attempt has emitted."""
     expected_cached_len: int = field(init=False)
-    """Tokens of its input that its router expects to be here: no load, if reusable."""
+    """Input tokens that its router expects to be cached here; they count as no load, if
+    reusable."""
     most_tokens: int = field(init=False)
     """Tokens whose KV it may come to hold: all but the last one sampled."""
     input_ids: TokenIds = field(init=False)
-    """``[input_len]`` what it came with, as the prefix index takes it."""
+    """The ``[input_len]`` tokens that it came with, in the prefix index's form."""
 
     def __post_init__(self) -> None:
         submission = self.command.submission
@@ -95,7 +99,7 @@ class Request:
 
     @classmethod
     def of(cls, command: Submit, **more: Any) -> Self:
-        """Make a request of what a router has submitted; `more` are the subclass's fields."""
+        """Make a request from a router's submission; `more` are the subclass's fields."""
         submission = command.submission
         return cls(
             command=command,
@@ -108,17 +112,17 @@ class Request:
 
     @property
     def link(self) -> RouterLink:
-        """Where its outputs go."""
+        """The router's stream, which gets its outputs."""
         return self.command.link
 
     @property
     def trace(self) -> AttemptTrace | None:
-        """The recorder of its spans, if it is traced."""
+        """The trace of the request, if it is traced."""
         return self.command.trace
 
     @property
     def session(self) -> KeptSession | None:
-        """The session whose turn it is; it is the first choice then, and the only one."""
+        """The session that this is a turn of. Then it has one choice only."""
         return self.command.submission.session
 
     @property
@@ -128,17 +132,17 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """Its rank: a lower one runs earlier."""
+        """The priority; lower runs earlier."""
         return self.command.submission.priority
 
     @property
     def arrived(self) -> float:
-        """When a router took it, by this worker's clock."""
+        """The moment at which a router took it, by this worker's clock."""
         return self.command.arrived
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output together."""
+        """The number of tokens of prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -148,27 +152,28 @@ class Request:
 
     @property
     def held(self) -> Lease:
-        """Its lease. It must have one."""
+        """The lease, which it must have."""
         assert self.lease is not None, f"{self.key} holds no memory"
         return self.lease
 
     @property
     def reusable_len(self) -> int:
-        """Tokens of its input that need not be computed if the prefix index has them.
+        """The tokens of its input that need not be computed if the prefix index has them.
 
-        The last one is, to be sampled from; and all are, if they are to be scored, or if a
-        forward has failed with the request: what others computed may be why.
+        The last token is always computed, to be sampled from. All tokens are computed if they are
+        to be scored. So are they if a forward has failed with the request, because cached pages may
+        be why.
         """
         computes_all = self.params.prompt_logprobs is not None or self.alone
         return 0 if computes_all else self.input_len - 1
 
     @property
     def turn(self) -> tuple[int, float]:
-        """A key that sorts requests in the order in which they are to run."""
+        """The sort key of the order in which requests are to run."""
         return (self.priority, self.arrived)
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """The tokens at the absolute positions ``[start, end)``."""
+        """Get the tokens at the absolute positions ``[start, end)``."""
         prompt = len(self.prompt_ids)
         tokens = list(self.prompt_ids[start:end])
         if end > prompt:
@@ -176,7 +181,7 @@ class Request:
         return tokens
 
     def make_token_state(self, choices: Sequence[int]) -> TokenState:
-        """Make the state for the forwards to come, which continue after the written KV."""
+        """Make the state for later forwards, which continue after the written KV."""
         return TokenState(
             token_ids=self.token_ids(0, self.num_tokens),
             prompt_ids=self.prompt_ids,
@@ -194,9 +199,9 @@ class TierLoad:
 
     load: Load
     since: float
-    """When it was begun, by the cache's clock."""
+    """The moment when the load was begun, by the cache's clock."""
     until: float
-    """The moment, by the cache's clock, after which it does not wait any more."""
+    """The moment, by the cache's clock, after which the request stops waiting."""
 
 
 @dataclass(eq=False, slots=True)
@@ -207,19 +212,20 @@ class StorageWait:
     num_pages: int
     """Whole pages of its input that may come."""
     since: float | None = None
-    """When, by the cache's clock, the request could have begun without them; None: not yet."""
+    """The moment, by the cache's clock, from which it could have begun without them; None: not
+    yet."""
     left_at: float | None = None
-    """When the request went on without them; None: it has not."""
+    """The moment when the request went on without them; None: it has not."""
     wakes_at: float | None = None
-    """When the loop looks again whether the request still waits."""
+    """The moment when the loop looks again whether the request still waits."""
 
     @property
     def ends_at(self) -> float | None:
-        """When the request waited no more for them; None: it still does."""
+        """The moment when the request stopped waiting for them; None: it still waits."""
         return self.prefetch.ended_at if self.left_at is None else self.left_at
 
     def seconds(self, now: float) -> float:
-        """That the request has waited for them by now, though it could have begun."""
+        """Compute how long the request has waited for them by now, though it could have begun."""
         if self.since is None:
             return 0.0
         return max(0.0, (now if self.ends_at is None else self.ends_at) - self.since)
@@ -227,11 +233,11 @@ class StorageWait:
 
 @dataclass(frozen=True, slots=True)
 class PrefixWait:
-    """What a request waits for."""
+    """The wait of a request for a leader."""
 
     leader: Request
-    """Computes, or reads, what both share."""
+    """The request that computes, or reads, the shared prefix."""
     shared_len: int
-    """Tokens of whole pages; the wait ends when they are in the prefix index."""
+    """Tokens of the shared whole pages; the wait ends when they are in the prefix index."""
     looked_at: int = -1
-    """`KVCacheManager.room_version` when the index was last looked at: it had not all of them."""
+    """The `KVCacheManager.room_version` when the index was last found to lack some of them."""

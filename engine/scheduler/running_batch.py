@@ -1,4 +1,4 @@
-"""The requests that generate: plans their next step, and retracts one if memory is short."""
+"""The requests that generate: plan their next step, and retract one if memory is short."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class GeneratingRequest(Request):
-    """A request that this worker generates for."""
+    """A request for which this worker generates."""
 
     checker: StopChecker
     num_drafts: int = 0
-    """Drafted tokens that a step verifies at most."""
+    """The most drafted tokens that a step verifies."""
     every_step: Scheduled[Any] | None = None
-    """What every step computes of it, once it is in the running batch."""
+    """The item that every step computes for it, once it is in the running batch."""
     in_flight: int = 0
     """Steps that were launched for it and have not ended."""
     input_timings: PhaseTimings = NO_TIMINGS
     """Seconds of the phases before it was activated, as far as this worker saw them."""
     activated_at: float = 0.0
-    """When it began to generate; 0 until then."""
+    """The moment when it began to generate; 0 until then."""
 
     def activate(self, input_timings: PhaseTimings) -> None:
-        """Note that its input is complete: it generates from now on."""
+        """Note that its input is complete and it generates from now on."""
         self.input_timings, self.activated_at = input_timings, time.monotonic()
         if self.trace is not None:
             self.trace.begin(DECODE)
 
     @property
     def phase(self) -> RequestPhase:
-        """Where it is."""
+        """The phase that it is in."""
         if self.activated_at:
             return RequestPhase.DECODING
         return RequestPhase.QUEUED if self.lease is None else RequestPhase.COMPUTING
@@ -58,7 +58,7 @@ class GeneratingRequest(Request):
         return 0
 
     def progress(self, pages: int, page_size: int) -> RequestProgress:
-        """How far it has come.
+        """Report how far it has come.
 
         Args:
             pages: of its whole input.
@@ -77,7 +77,7 @@ class GeneratingRequest(Request):
         )
 
     def timings(self) -> PhaseTimings:
-        """Seconds of the phases until now, as far as this worker saw them."""
+        """Measure the seconds of the phases until now, as far as this worker saw them."""
         if not self.activated_at:
             return self.input_timings
         return replace(self.input_timings, decode_seconds=time.monotonic() - self.activated_at)
@@ -87,17 +87,16 @@ RequestT = TypeVar("RequestT", bound=GeneratingRequest)
 
 
 class RunningBatch(Generic[RequestT]):
-    """Plans a decode step for all of its requests, and takes the tokens that it yields.
+    """The running batch: plans a decode step for all its requests, and takes the tokens.
 
-    A step may be planned while the one before it computes. What is known of a
-    request then, and what the next step may add to it::
+    A step may be planned while the previous one computes. This is known of a request then,
+    and this is what the next step may add::
 
         0 ...... kv_written_len ........................... length after the step
         | surely | a step in flight adds 1 to 1 + num_drafts  | the next step adds
         | right  | tokens: how many is not known yet          | as many again
 
-    So pages are allocated up to the largest length; what is not used of them is
-    used by later steps.
+    So pages are allocated up to the largest length. Later steps use those that are left.
 
     Args:
         context: the requests' memory.
@@ -121,7 +120,8 @@ class RunningBatch(Generic[RequestT]):
         self._retract_every = retract_every
         self._steps_until_retraction = retract_every
         self.waits_for_room = False
-        """Pages are short until the steps in flight have ended: better not launch others."""
+        """Whether pages are short until the steps in flight have ended, so that no other is
+        launched."""
         self._requests: dict[RequestT, None] = {}
 
     def __len__(self) -> int:
@@ -131,14 +131,14 @@ class RunningBatch(Generic[RequestT]):
         return iter(self._requests)
 
     def add(self, request: RequestT) -> None:
-        """Generate for a request from now on. Its last token's KV is missing, all other is here."""
+        """Start to generate for a request. All its KV is here, except its last token's."""
         request.kv_written_len = request.num_tokens - 1
         token_state = request.make_token_state((request.key.choice,))
         request.every_step = Scheduled(request, token_state, 1, True, request.num_drafts)
         self._requests[request] = None
 
     def remove(self, request: RequestT) -> None:
-        """Generate no more for a request; its memory stays. Does nothing if it is not here."""
+        """Stop generating for a request; its memory stays. Does nothing if it is not here."""
         self._requests.pop(request, None)
 
     def retract(self, request: RequestT) -> None:
@@ -152,11 +152,11 @@ class RunningBatch(Generic[RequestT]):
     def schedule(self, *, alone: bool = False) -> list[Scheduled[RequestT]]:
         """Allocate pages for a step of every request that may need one.
 
-        With `alone` for the first of those that are computed alone, else for the others.
+        With `alone` only the first request that is computed alone is planned, else the others.
 
-        If pages are short, sessions that are idle end, the oldest first. If that does not
-        help, the request with the least to lose is retracted, but only once no step is in
-        flight: until then its pages could not be used anyway.
+        If pages are short, idle sessions end, the oldest first. If that does not help, the request
+        with the least to lose is retracted. This waits until no step is in flight, because its
+        pages could not be used earlier.
         """
         self.waits_for_room = False
         self._force_retraction()
@@ -174,7 +174,7 @@ class RunningBatch(Generic[RequestT]):
         return []
 
     def _due(self, *, alone: bool) -> list[RequestT]:
-        """The requests that the steps in flight may leave unfinished."""
+        """Select the requests that the steps in flight may leave unfinished."""
         # A step yields one token at least, so as many tokens as steps in flight are sure to come.
         due = [
             request
@@ -185,16 +185,16 @@ class RunningBatch(Generic[RequestT]):
         return due[:1] if alone else due
 
     def _allocate_step(self, due: Sequence[RequestT]) -> bool:
-        """Allocate pages for one more step of each, for the case that every draft is accepted."""
+        """Allocate pages for one more step of each request, as if every draft were accepted."""
         batch, first_read, lengths = _lengths_after_step(due)
         kv_cache = self._context.kv_cache
         kv_cache.slide_all(batch, first_read)
         return kv_cache.grow_all(batch, np.array(lengths))
 
     def _allocate_without_sessions(self, due: Sequence[RequestT]) -> bool:
-        """Allocate the step with the memory that sessions have between their turns.
+        """Allocate the step with the memory of idle sessions.
 
-        None of them ends if that is too little: somebody has to be retracted in any case.
+        No session ends if that is too little: then a request must be retracted in any case.
         """
         sessions, (batch, _, lengths) = self._context.sessions, _lengths_after_step(due)
         if not len(sessions):
@@ -218,7 +218,7 @@ class RunningBatch(Generic[RequestT]):
     # Taking its tokens
 
     def process_step_output(self, request: RequestT, output: StepOutput) -> None:
-        """Take a step's tokens of one request and tell its router; release it if they end it."""
+        """Take a request's tokens of a step, send them to its router, and release it at its end."""
         request.in_flight -= 1
         tokens, finish = _take_tokens(request, output.tokens)
         if finish is None:
@@ -232,7 +232,7 @@ class RunningBatch(Generic[RequestT]):
         self._context.release(request, Outcome.FINISHED, finish, tokens=tokens, timings=timings)
 
     def _commit_accepted(self, request: RequestT) -> None:
-        """Raise the committed length by the drafts that were accepted: their KV is right."""
+        """Raise the committed length by the accepted drafts, whose KV is right."""
         lease = request.held
         # Planning a step commits its first token alone.
         sure = request.kv_written_len + request.in_flight
@@ -240,7 +240,7 @@ class RunningBatch(Generic[RequestT]):
 
 
 def _lengths_after_step(due: Sequence[GeneratingRequest]) -> tuple[Batch, Ints, list[int]]:
-    """Their leases, the first token that each one's step reads, and its tokens after the step."""
+    """Compute the leases, the first token that each one's step reads, and its tokens after it."""
     leases, first_read, lengths = [], [], []
     for request in due:
         written, drafts = request.kv_written_len, request.num_drafts
@@ -255,7 +255,7 @@ def _lengths_after_step(due: Sequence[GeneratingRequest]) -> tuple[Batch, Ints, 
 def _take_tokens(
     request: GeneratingRequest, tokens: Sequence[SampledToken]
 ) -> tuple[Sequence[SampledToken], RequestEnd | None]:
-    """Append sampled tokens to the output, up to the one that ends it; how it ends, if it does."""
+    """Append sampled tokens to the output, up to the one that ends it. Returns the end or None."""
     if len(tokens) == 1:  # without drafts
         token_id = tokens[0].token_id
         request.output_ids.append(token_id)

@@ -1,8 +1,8 @@
-"""Keeps the KV of sessions between their turns, and lends it to the next one.
+"""The KV of sessions, kept between their turns and lent to the next one.
 
-A session here is a cache: its router has the tokens of its history, and a turn brings all of
-them. What is lent is what the turn's input and the session have in common, token by token; so
-a turn that goes back, or one that the router has forgotten, needs no rule of its own.
+A session here is a cache: its router has the tokens of its history, and a turn brings all of them.
+The turn borrows the tokens that its input and the session have in common. So a turn that goes back,
+or one that the router has forgotten, needs no special case.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, TokenIds
 
 
 class SessionEnd(StrEnum):
-    """Why a session's KV was given up: a metric's label."""
+    """The reason why a session's KV was given up: a metric's label."""
 
     FORGOTTEN = "forgotten"
-    """The router said so, or its stream ended."""
+    """The router ended it, or the router's stream ended."""
     ROOM = "room"
-    """Others needed the memory, or a row."""
+    """Other requests needed the memory, or a row."""
     UNUSABLE = "unusable"
     """Its next turn has too little in common with it, or computes all of its input."""
     FAILED = "failed"
@@ -41,7 +41,7 @@ class SessionEnd(StrEnum):
     ROLL_BACK = "roll_back"
     """A window had moved on when its turn was to be undone."""
     TOO_LONG = "too_long"
-    """It has more tokens than are to be kept of it."""
+    """It has more tokens than are kept of a session."""
     ADOPTED = "adopted"
     """Another router goes on with it."""
 
@@ -81,7 +81,7 @@ class SessionTurns:
         return session_id is not None and self._sessions.token_ids(session_id) is not None
 
     def take_ended(self, link: RouterLink) -> tuple[str, ...]:
-        """The router's sessions whose KV was given up without its asking, since the last call."""
+        """Take the router's sessions whose KV was given up unasked since the last call."""
         return tuple(self._ended.pop(link, ()))
 
     # A turn begins
@@ -94,11 +94,11 @@ class SessionTurns:
         *,
         fresh_boundary: bool,
     ) -> Lease | None:
-        """A lease for a request's whole input; `None` if memory is short.
+        """Open a lease for a request's whole input. Returns `None` if memory is short.
 
-        That of its session, if there is one that can be used, else a new one. Sessions that are
-        idle end for it, as `SessionMemory.evict_oldest` says and its own last, if that can help at
-        all.
+        The lease is that of its session, if that can be used, else a new one. If ending idle
+        sessions makes room, they end in the order of `SessionMemory.evict_oldest`, the request's
+        own last.
 
         Args:
             request: has no lease.
@@ -118,11 +118,11 @@ class SessionTurns:
         return lease
 
     def _usable(self, request: Request, known_tokens: int, *, is_read: bool) -> str:
-        """The id of the idle session that a request can go on with; empty if there is none.
+        """Find the id of the idle session that a request can go on with; empty if there is none.
 
-        One that it cannot go on with ends here: the index has what was written. So does every
-        one with a window whose turn is read from elsewhere: the window moves on before the
-        first read, and the last forward of the turn before may still write what it leaves.
+        A session that it cannot go on with ends here; the index has what was written. So does a
+        session with a window if the turn is read from a peer. The window moves on before the first
+        read, and the previous turn's last forward may still write to the pages that it leaves.
         """
         session_id = self._id_of(request)
         if session_id is None or self._sessions.token_ids(session_id) is None:
@@ -135,7 +135,7 @@ class SessionTurns:
         return ""
 
     def _shared_len(self, session_id: str, input_ids: TokenIds) -> int:
-        """Tokens that an input and an idle session have in common, from the first on."""
+        """Count the tokens that an input and an idle session have in common at their beginning."""
         kept = self._sessions.token_ids(session_id)
         assert kept is not None
         both = min(len(kept), len(input_ids))
@@ -172,9 +172,9 @@ class SessionTurns:
     def fits_without_sessions(
         self, request: Request, known_tokens: int, headroom: Sequence[int] | None
     ) -> bool:
-        """Whether a request fits if all idle sessions end.
+        """Whether a request would fit if all idle sessions ended.
 
-        What others lock of its input need not be found room for.
+        Pages of its input that other requests lock need no room.
         """
         kv_cache = self._kv_cache
         spare = headroom or [0] * len(kv_cache.shape.pools)
@@ -188,7 +188,7 @@ class SessionTurns:
         return self.can_make_room(needed)
 
     def can_make_room(self, pages: Sequence[int], rows: int = 0) -> bool:
-        """Whether there are so many pages of each pool, and rows, if all idle sessions end."""
+        """Whether `pages` of each pool, and `rows`, would be free if all idle sessions ended."""
         audit, reclaimable = self._kv_cache.audit, self._sessions.count_reclaimable()
         has_rows = audit.row_counts()
         if has_rows.free + has_rows.session < rows:
@@ -204,10 +204,10 @@ class SessionTurns:
     def end_turn(
         self, request: Request, outcome: Outcome, token_ids: TokenIds, fences: Sequence[Fence]
     ) -> Outcome | None:
-        """Give a turn's lease back to its session; `None` if it is to be released as others are.
+        """Give a turn's lease back to its session. Returns `None` if it must be released as usual.
 
-        A turn that ended well leaves the session with all of its tokens. One that was retracted
-        or aborted leaves the session as it was before. A forward that failed ends the session.
+        A turn that ended well leaves the session with all of its tokens. One that was retracted or
+        aborted leaves the session as it was before. A forward that failed ends the session.
 
         Args:
             request: has a lease.
@@ -272,11 +272,11 @@ class SessionTurns:
     # A session ends
 
     def evict_oldest(self, last: str = "") -> bool:
-        """End the session that has been idle for longest; `last` after all others.
+        """End the session that has been idle the longest, but `last` after all others.
 
         Returns:
-            Whether there was one. Its pages are free, or the index may evict them, unless
-            something still reads or writes them.
+            Whether there was one. Its pages are free, or the index may evict them, unless something
+            still reads or writes them.
         """
         session_id = self._sessions.evict_oldest(last)
         if session_id is None:
@@ -291,13 +291,13 @@ class SessionTurns:
         self._end_by_router(link, name)
 
     def adopt(self, owner: str, digest: str) -> array[int] | None:
-        """The history that a digest names, for another router; None: it is not here.
+        """Find the history with this digest for another router. Returns None if it is not here.
 
-        The KV of its session, if it is here and idle, goes to the prefix index: the next turn finds
-        it there, whichever router it comes from.
+        If its session's KV is here and idle, it goes to the prefix index. The next turn finds it
+        there, whichever router it comes from.
 
         Args:
-            owner: whose it must be.
+            owner: the owner that the history must have.
             digest: of the history.
         """
         found = self._histories.find(owner, digest)
@@ -318,7 +318,7 @@ class SessionTurns:
                 self._drop(session_id, SessionEnd.FORGOTTEN)
 
     def end_all(self, link: RouterLink | None = None) -> None:
-        """End all sessions, or those of one router, whose histories another one may adopt."""
+        """End all sessions, or those of one router, whose histories another router may adopt."""
         for owner, name in list(self._ids):
             if link is None or owner is link:
                 self._end_by_router(owner, name)
@@ -330,7 +330,7 @@ class SessionTurns:
         self._drop(session_id, why)
 
     def _drop(self, session_id: str, why: SessionEnd) -> None:
-        """Note that a session has no memory any more, and let its router know."""
+        """Note that a session has no memory any more, and report it to its router."""
         link, name = key = self._names.pop(session_id)
         del self._ids[key]
         self._metrics.count(SESSION_ENDS, reason=why.value)

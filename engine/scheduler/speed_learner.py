@@ -1,4 +1,4 @@
-"""Learns what a worker's steps cost from those that have ended."""
+"""The cost of a worker's steps, learned from steps that have ended."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ _Array: TypeAlias = npt.NDArray[np.float64]
 
 _KEPT_SAMPLES = 5
 _FEWEST_SAMPLES = 3
-"""A kind of step counts once it was seen so often: first forwards compile and warm up."""
+"""The times that a kind of step must be seen before it counts: first forwards compile and warm
+up."""
 _MOST_KINDS = 64
 _FIT_EVERY = 16
 """Steps between two fits."""
 _HALF_LIFE_STEPS = 128
-"""A kind's weight halves in so many steps without a step of it."""
+"""The number of steps without one of its kind in which a kind's weight halves."""
 _LEAST_WEIGHT = 1e-3
-"""What is not seen any more still tells what nothing newer does."""
+"""The least weight, so that old samples still count where there are no newer ones."""
 _MOST_WRONG = 8
-"""By this factor at most may a step's weight differ for what it was expected to take."""
+"""The largest factor between the measured and the expected time of a step when its error is
+weighed."""
 _PENALTIES = np.array([1e-6, 1e-8, 1e-4, 1e-5, 1e-4])
-"""Of a step, a token, a pair, a row and a row's pair. Where steps do not tell the parts apart,
-chunks cost by the token and steps of rows all the same."""
+"""Penalties on the costs of a step, a token, a pair, a row and a row's pair. If steps do not tell
+these apart, chunks cost by the token, and steps of rows cost all the same."""
 
 
 class SpeedLearner:
-    """Fits `StepSpeeds` to the steps of a worker. Microseconds a step; one thread.
+    """A fit of `StepSpeeds` to a worker's steps. Takes microseconds a step; on one thread.
 
-    Steps of about the same work are of one kind. The median of a kind's last steps
-    stands for it, so that a step that was held up once changes nothing. Over the
-    kinds, whose weight fades while they are not seen, goes a least-squares fit of
-    relative errors with costs that are not negative.
+    Steps of about the same work are of one kind. The median of its last steps stands for each kind,
+    so that a single delayed step changes nothing. Over the kinds goes a least-squares fit of
+    relative errors with costs that are not negative. A kind's weight fades while it is not seen.
 
     Args:
         chunk_tokens: the most prompt tokens of a step.
@@ -44,12 +45,12 @@ class SpeedLearner:
 
     def __init__(self, chunk_tokens: int = 0) -> None:
         self.speeds = StepSpeeds(chunk_tokens=chunk_tokens)
-        """As far as they are known."""
+        """The speeds, as far as they are known."""
         self.last_seconds = 0.0
-        """Of the latest step."""
+        """The duration of the latest step."""
         self._kinds: dict[_Key, _Kind] = {}  # the latest seen is the last
         self._known_alone = NO_PART
-        """Parts of steps for which it may have others' cores, and that it had without them."""
+        """Parts that are large enough to borrow cores for, but were measured without them."""
         self._costs = np.zeros(5)
         self._steps = 0
         self._unfitted_steps = 0
@@ -58,12 +59,12 @@ class SpeedLearner:
         """Learn from a step that has ended well.
 
         Args:
-            work: what it has computed.
-            seconds: that it took.
-            widening: how many times its own threads the worker had for it. If more than 1, the
-                step tells nothing of the worker's own speed. Until steps without others' cores
-                have told what such chunks, or so many rows, cost, it stands for one that took so
-                many times as long: more than it would have taken.
+            work: the work that it has computed.
+            seconds: the time that it took.
+            widening: the threads it had, as a multiple of the worker's own. If more than 1, the
+                step says nothing of the worker's own speed. It is ignored once such steps were
+                measured without others' cores. Until then its time counts multiplied by `widening`,
+                which is an upper bound.
         """
         if seconds <= 0 or not (work.prompt_tokens or work.rows):
             return
@@ -86,13 +87,13 @@ class SpeedLearner:
             self._fit()
 
     def _has_seen(self, work: StepWork) -> bool:
-        """Whether all that this step is made of has been measured, be it few of each."""
+        """Whether everything that this step is made of has been measured, however little of it."""
         speeds = self.speeds
         knows_prompts = speeds.prompts_known or not work.prompt_tokens
         return knows_prompts and (speeds.rows_known or not work.rows)
 
     def _know_alone(self, parts: Part) -> None:
-        """These of a step could have had others' cores and were measured without them."""
+        """Note that these parts could have had others' cores and were measured without them."""
         known = self._known_alone | parts
         if known != self._known_alone:
             self._known_alone = known
@@ -109,8 +110,8 @@ class SpeedLearner:
         ages = self._steps - np.array([kind.seen_at for kind in kinds])
         weights = np.maximum(0.5 ** (ages / _HALF_LIFE_STEPS), _LEAST_WEIGHT)
         works, seconds = samples[:, :-1], samples[:, -1]
-        # Errors count in relation to what was expected: if to what was measured, steps from
-        # before the worker became slower would outweigh those since then.
+        # Errors count in relation to the expected time. In relation to the measured time, steps
+        # from before the worker became slower would outweigh later ones.
         expected = np.clip(works @ self._costs, seconds / _MOST_WRONG, seconds * _MOST_WRONG)
         self._costs = _solve(works / expected[:, None], seconds / expected, weights)
         step, token, pair, row, row_pair = map(float, self._costs)
@@ -127,10 +128,10 @@ class SpeedLearner:
 
 
 class _Key(NamedTuple):
-    """What steps of one kind have in common."""
+    """The properties that steps of one kind have in common."""
 
     widened_for: Part | None
-    """Parts for which they had others' cores; None: they had none."""
+    """The parts for which they had others' cores; None: they had none."""
     sizes: tuple[int, ...]
 
 
@@ -142,7 +143,7 @@ class _Kind:
     def __init__(self) -> None:
         self._samples: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=_KEPT_SAMPLES)
         self.median: tuple[float, ...] = ()
-        """Its work and its seconds: of the step with the median of the seconds a token."""
+        """The work and seconds of the step that has the median time a token."""
         self.seen_at = 0
         """The number of its latest step."""
 
@@ -153,7 +154,7 @@ class _Kind:
 
     @property
     def is_new(self) -> bool:
-        """Whether it counts since its latest step."""
+        """Whether its latest step made it count."""
         return len(self._samples) == _FEWEST_SAMPLES
 
     def add(self, work: StepWork, seconds: float, number: int) -> None:
@@ -164,7 +165,7 @@ class _Kind:
 
 
 def _sizes(work: StepWork) -> tuple[int, ...]:
-    """The same for steps whose tokens, rows and contexts have the same number of bits each."""
+    """Compute sizes that are equal if tokens, rows and contexts have the same numbers of bits."""
     tokens, rows = work.prompt_tokens, work.rows
     return (
         tokens.bit_length(),
@@ -175,7 +176,7 @@ def _sizes(work: StepWork) -> tuple[int, ...]:
 
 
 def _solve(works: _Array, seconds: _Array, weights: _Array) -> _Array:
-    """``[5]`` costs, none below zero, with which the `works` come to about their `seconds`.
+    """Solve for ``[5]`` costs, none below zero, with which `works` take about their `seconds`.
 
     Args:
         works: ``[kinds, 5]``.

@@ -1,11 +1,11 @@
-"""Requests that may break the forward they are in: they are computed in forwards of their own.
+"""Requests that may break the forward they are in, and are computed in forwards of their own.
 
-A router says so of a request that was in a forward that failed. If it was not that
-request, it is computed with others again after a few tokens; if it was, no other request
-fails with it. One by one is simple, and its price is small: a prompt fills a step by
-itself anyway, and a decode step takes about as long for one request as for many. So a
-batch of 32 that has failed once costs about 32 times the tokens of `alone_until` in steps,
-every second one of which is for everybody else.
+A router marks a request as suspect if it was in a forward that failed. If it is innocent, it is
+computed with others again after a few tokens. If not, no other request fails with it.
+
+Testing them one by one is simple and costs little. A prompt fills a step by itself anyway, and a
+decode step takes about as long for one request as for many. So a failed batch of 32 costs about 32
+times the tokens of `alone_until` in steps. Every second of these steps is for all other requests.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ RequestT = TypeVar("RequestT")
 
 
 def alone_until(submission: SubmitRequest, config: WorkerConfig) -> int:
-    """The output tokens until which a submitted request is computed alone; 0: it is not.
+    """Compute the output tokens up to which a request is computed alone; 0: it is not.
 
-    The step that failed may have been as far ahead of the emitted tokens as steps in
-    flight can be, so the trial ends one token later.
+    The step that failed may have been ahead of the emitted tokens by all steps in flight. So the
+    trial ends one token later than that.
     """
     if not submission.alone:
         return 0
@@ -35,7 +35,7 @@ def alone_until(submission: SubmitRequest, config: WorkerConfig) -> int:
 
 
 class Turns(Generic[RequestT]):
-    """Lets a suspect and all others compute in turn, so that neither waits for long."""
+    """The alternation of steps between one suspect and all other requests."""
 
     def __init__(self) -> None:
         self._alone = False
@@ -43,16 +43,16 @@ class Turns(Generic[RequestT]):
     def next(
         self, schedule: Callable[[bool], Sequence[Scheduled[RequestT]]]
     ) -> Sequence[Scheduled[RequestT]]:
-        """Plan a step; `schedule` plans one of a suspect alone, or one of all others."""
+        """Plan a step: `schedule(True)` of a suspect alone, or `schedule(False)` of others."""
         self._alone = not self._alone
         return schedule(self._alone) or schedule(not self._alone)
 
 
 def failed_end(error: Exception) -> RequestEnd:
-    """How a request ends whose forward, or whose own row of a forward, has failed.
+    """Make the end of a request whose forward, or whose own row of a forward, has failed.
 
-    Another worker may do better, unless a grammar is the cause. So it is the router that
-    knows which request is to blame.
+    Another worker may succeed, unless a grammar is the cause. So the router decides which request
+    is to blame.
     """
     if isinstance(error, GrammarError):
         return RequestEnd(EndReason.FAILED, error=str(error), cause=FailureReason.GRAMMAR_FAILED)

@@ -1,4 +1,4 @@
-"""Lets a request wait while what it needs comes back from a lower tier, if that is worth it."""
+"""The wait of a request while its pages come back from a lower tier, if that is worth it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from kvrelay.mem_cache.storage.storage_tier import StorageTier
 RequestT = TypeVar("RequestT", bound=Request)
 
 _UNKNOWN: Final = 4
-"""Before any prompt was measured, a request waits so many times as long as a load should take."""
+"""The factor on a load's expected time that a request waits, before any prompt was measured."""
 _LEAST_PATIENCE_SECONDS: Final = 0.02
-"""And this besides: a thread may have to be woken."""
+"""Seconds added to that wait, because a thread may have to be woken."""
 _MOST_UNKNOWN_SECONDS: Final = 0.5
-"""But no longer than this for storage, which may be slow: the worker has just started."""
+"""The longest such wait for storage, which may be slow, on a worker that has just started."""
 _MOST_LOADS: Final = 2
-"""For one request: while it waits for one, others take the room that it had found."""
+"""The most loads for one request: while it waits for one, others take the room that it had
+found."""
 _LOOK_SECONDS: Final = 0.05
-"""The longest wait for storage to say what it has; the pages are then waited for by themselves."""
+"""The longest wait until storage says what it has; after that the request waits for the pages."""
 
 
 class TierLoads(Generic[RequestT]):
-    """Brings back what waiting requests lack, and tells how long each waits for that.
+    """The loads that bring back what waiting requests lack, and how long each request waits.
 
-    A request waits without memory. It goes on when its load has ended, and no later than it
-    could have computed the same itself: what comes then is for others. What storage has of it
-    comes to the host first, from when the request is queued on, and counts as part of that wait.
+    A request waits without memory. It goes on when its load has ended, or when it could have
+    computed the same itself. Pages that come later are for others. Pages in storage come to the
+    host first, from when the request is queued. That counts as part of the wait.
 
     Args:
         context: has the tier, and what steps cost.
@@ -43,9 +44,10 @@ class TierLoads(Generic[RequestT]):
         self._storage = None if self._tier is None else self._tier.storage
 
     def prefetch(self, request: RequestT, known_tokens: int) -> None:
-        """Begin to bring what storage has of a request to the host. The request is queued.
+        """Begin to bring a queued request's pages from storage to the host.
 
-        Not if those before it may fill half of the host: what is brought would be evicted again.
+        Does nothing if earlier requests may fill half of the host, because the pages would be
+        evicted again.
 
         Args:
             request: has no memory.
@@ -60,7 +62,7 @@ class TierLoads(Generic[RequestT]):
         return self._tier is not None and 2 * ahead < self._tier.pages.total
 
     def _prefetch(self, request: RequestT, known_tokens: int) -> None:
-        """Begin to bring what storage has of a request to the host, once."""
+        """Begin to bring a request's pages from storage to the host, once."""
         if self._tier is None or self._storage is None or request.storage_asked:
             return
         if not known_tokens or self._context.sessions.has_kv_of(request):
@@ -84,12 +86,12 @@ class TierLoads(Generic[RequestT]):
         known_tokens: int,
         headroom: Callable[[], Sequence[int] | None] = lambda: None,
     ) -> bool:
-        """Whether a request should wait; begins a load for it, once, if that is worth it.
+        """Whether a request should wait. Begins a load for it, once, if that is worth it.
 
         Args:
             request: has no memory.
             known_tokens: tokens of its input that may come from a cache.
-            headroom: says the pages of each pool that must stay free for others.
+            headroom: returns the pages of each pool that must stay free for others.
         """
         if self._tier is None or self._context.sessions.has_kv_of(request):
             return False
@@ -106,8 +108,8 @@ class TierLoads(Generic[RequestT]):
         if wait.load.ended_at is not None:
             if request.loads_begun == _MOST_LOADS:
                 return False
-            # What came is nobody's. If some of it was evicted before there was room for the rest,
-            # it is brought again.
+            # No request holds the pages that came. If some were evicted before there was room for
+            # the rest, they are loaded again.
             request.load_seconds += wait.load.ended_at - wait.since
             request.tier_load = None
             return self.must_wait(request, known_tokens, headroom)
@@ -117,7 +119,7 @@ class TierLoads(Generic[RequestT]):
         return False
 
     def _waits_for_storage(self, request: RequestT, known_tokens: int) -> bool:
-        """Whether what storage has of a request is still on its way to the host, and in time."""
+        """Whether a request's pages are still coming from storage to the host, and in time."""
         self._prefetch(request, known_tokens)
         wait, storage = request.storage_wait, self._storage
         if storage is None or wait is None or wait.ends_at is not None:
@@ -143,7 +145,7 @@ class TierLoads(Generic[RequestT]):
         return kv_cache.count_cached(token_ids, request.namespace) // kv_cache.shape.page_size
 
     def _storage_patience(self, storage: StorageTier, wait: StorageWait, on_device: int) -> float:
-        """Seconds that a request waits: those of computing what is found, or fewer until then."""
+        """Compute the seconds that a request waits: at most the time to compute the pages."""
         found, here = wait.prefetch.num_found, max(wait.prefetch.num_here, on_device)
         pages = min(found or wait.num_pages, wait.num_pages) - here
         if pages <= 0:
@@ -159,7 +161,7 @@ class TierLoads(Generic[RequestT]):
     ) -> bool:
         """Whether pages from storage, by way of the host, come sooner than they are computed.
 
-        Those that the device has need not be computed, and yet come with those behind them.
+        Pages that the device has need not be computed, but are loaded with those behind them.
         """
         start = max(first, on_device)
         lacking = first + pages - start
@@ -171,7 +173,7 @@ class TierLoads(Generic[RequestT]):
         return expected < (_MOST_UNKNOWN_SECONDS if computing is None else computing)
 
     def _seconds_to_compute(self, first: int, pages: int) -> float | None:
-        """Of so many pages of a prompt, behind `first` pages; None: no prompt was measured."""
+        """Estimate the seconds to compute `pages` behind `first` pages; None: unmeasured."""
         speeds, size = self._context.speed_learner.speeds, self._context.kv_cache.shape.page_size
         return speeds.prompt_seconds(pages * size, first * size) if speeds.prompts_known else None
 
@@ -234,10 +236,10 @@ class TierLoads(Generic[RequestT]):
     def _load_in_their_room(
         self, tier: HostTier, request: Request, token_ids: TokenIds, spare: Sequence[int]
     ) -> TierLoad | None:
-        """Begin a load in the room of idle sessions, which the request would end to compute, too.
+        """Begin a load in the room of idle sessions, which computing would end, too.
 
-        What they had may be a part of the prefix, so that less is left to bring back, and the
-        request waits no longer than for computing that.
+        Their pages may hold a part of the prefix. Then less is left to load, and the request waits
+        no longer than for computing that.
         """
         begun = None
         while begun is None and self._context.sessions.evict_oldest():
@@ -251,9 +253,9 @@ class TierLoads(Generic[RequestT]):
         return begun
 
     def _patience(self, tier: HostTier, found: HostPrefix, request: Request) -> float:
-        """Seconds that a load may take: those of computing the same, less those waited before.
+        """Compute the seconds that a load may take: those of computing it, less earlier waits.
 
-        0 or less: it would take longer.
+        A result of 0 or less means that it would take longer.
         """
         expected = tier.expected_seconds(found)
         speeds = self._context.speed_learner.speeds

@@ -1,7 +1,7 @@
-"""Puts a worker's engine together: memory, scheduler, threads. Nothing runs yet but the forward's.
+"""The assembly of a worker's engine: memory, scheduler, threads. Only the forward thread runs yet.
 
-The parts refer to each other in one direction: the engine thread runs the engine, which
-runs the role's scheduler and launches steps on the forward thread.
+The parts refer to each other in one direction. The engine thread runs the engine, the engine runs
+the role's scheduler and launches steps on the forward thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MessageT = TypeVar("MessageT")
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts(Generic[RequestT, MessageT]):
-    """What a role's scheduler is built from."""
+    """The parts that a role's scheduler is built from."""
 
     config: WorkerConfig
     context: SchedulerContext[RequestT]
@@ -67,17 +67,17 @@ class WorkerParts(Generic[RequestT, MessageT]):
 
     @property
     def agent(self) -> TransferAgent:
-        """What reads peers' pages and lets peers read; an aggregated worker has none."""
+        """The agent that reads peers' pages and lets peers read; an aggregated worker has none."""
         assert self.transfer_agent is not None, f"{self.config.name} has no peers"
         return self.transfer_agent
 
 
 class RolePlugin(Protocol):
-    """What makes a worker one of its role."""
+    """An interface for the parts that are particular to a worker's role."""
 
     @property
     def scheduler(self) -> Scheduler[Any, Any]:
-        """What the engine runs."""
+        """The scheduler that the engine runs."""
         ...
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -89,7 +89,7 @@ class RolePlugin(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what the role runs on the event loop."""
+        """End everything that the role runs on the event loop."""
         ...
 
 
@@ -98,7 +98,7 @@ MakePlugin = Callable[[WorkerParts[Any, Any]], RolePlugin]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A worker's engine and what it runs on."""
+    """A worker's engine and everything that it runs on."""
 
     inbox: Inbox[Any]
     metrics: WorkerMetrics
@@ -108,16 +108,16 @@ class Assembly:
     forward: ForwardThread[Any]
     engine: EngineThread[Any, Any]
     copies: CopyThread | None
-    """Copies between the device and the host, if there is a host tier."""
+    """The thread that copies between device and host, if there is a host tier."""
     storage: StorageThread | None
-    """Writes and reads storage, if there is some."""
+    """The thread that writes and reads storage, if there is any."""
     pinned: PinnedPools
-    """The host's pools that a GPU copies."""
+    """The pinned pools of the host, which a GPU copies."""
     cores: MachineCores | None
-    """Those that it shares with the machine's other workers."""
+    """The cores that it shares with the machine's other workers."""
 
     def hang(self, config: WorkerConfig) -> GiveUp | None:
-        """What to do about work that takes longer than it may, by the worker's options."""
+        """Find work that takes longer than the options allow. Returns what to do, or None."""
         watched = [("forward", self.forward.work)]
         if self.agent is not None:
             watched.append(("hashing", self.agent.hashing))
@@ -229,7 +229,7 @@ def assemble(
 def make_borrowed_threads(
     config: WorkerConfig, runner: ModelRunner, cores: MachineCores | None
 ) -> BorrowedThreads | None:
-    """What chooses the threads of large steps; None: these have the worker's own."""
+    """Make the object that chooses the threads of large steps; None: they have the worker's own."""
     if cores is None or not runner.shares_prompts:
         return None
     most = min(config.prompt_threads or cores.num_cores, cores.num_cores)
@@ -243,7 +243,7 @@ def _make_copy_thread(model: LoadedModel, inbox: Inbox[Any]) -> CopyThread | Non
 
 
 def _wake_in(call_soon: Callable[..., object], inbox: Inbox[Any], seconds: float) -> None:
-    """Let the engine's loop run a pass after so many seconds."""
+    """Make the engine's loop run a pass after `seconds`."""
     call_soon(lambda: asyncio.get_running_loop().call_later(seconds, inbox.post, Wake()))
 
 
@@ -257,11 +257,11 @@ def make_agent(
 ) -> TransferAgent | None:
     """Register the model's pools with NIXL. Blocks for as long as that takes.
 
-    None for an aggregated worker, which has no peers: NIXL would listen for them.
+    Returns None for an aggregated worker, which has no peers that NIXL would have to listen for.
     """
     if config.role is WorkerRole.AGGREGATED:
         return None
-    # Of decode workers nobody reads the host.
+    # The host of a decode worker is never read by peers.
     host = model.host_pools if config.role is WorkerRole.PREFILL else ()
     rest = (incarnation, model.pools, on_failure, model.digest, before_progress, host)
     return TransferAgent(*rest) if config.faults is None else FaultyTransferAgent(faults, *rest)

@@ -1,10 +1,11 @@
-"""A file that outlives the process: what its last forward computed, and whether that killed it.
+"""A file that outlives the process: the requests of its last forward, and whether that killed it.
 
-A fatal signal (a segmentation fault, an abort in a library) ends a process without a word.
-The next process of the same worker finds here which requests the forward at that moment
-computed, and tells their routers, as the dead one would have. SIGKILL leaves no traceback:
-it comes from outside, be it an operator, the supervisor or a kernel short of memory, and is
-no fault of a request.
+A fatal signal (a segmentation fault, an abort in a library) ends a process without a word. The next
+process of the same worker finds here which requests the forward computed at that moment. It tells
+their routers, as the dead process would have.
+
+SIGKILL leaves no traceback. It comes from outside (an operator, the supervisor or a kernel short of
+memory) and is not a request's fault.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
 _BYTES = 1 << 20
-"""Of the record; a batch of 1,000 requests takes a tenth of it."""
+"""The size of the record; a batch of 1,000 requests takes a tenth of it."""
 
 
 class BlackBox:
-    """Records the running forward in a file, and reads what the process before left there.
+    """The record of the running forward in a file, and of the one that the previous process left.
 
     A record is a line of JSON; while there is none, the file begins with a line feed.
 
@@ -45,19 +46,19 @@ class BlackBox:
         self._traceback_path = path.with_suffix(".signal")
         self._path = path
         self.killed = self._read()
-        """The requests whose forward has killed the process before; usually none."""
+        """The requests whose forward killed the previous process; usually none."""
         path.write_bytes(b"\n]\n".ljust(_BYTES, b"\0"))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _BYTES)
         self._recorded: Sequence[RequestKey] = ()
-        """What the file has behind its first byte."""
+        """The requests that the file has behind its first byte."""
         self._traceback = self._traceback_path.open("w")
         faulthandler.enable(self._traceback)
 
     def begin(self, keys: Sequence[RequestKey]) -> None:
-        """A forward is about to compute these."""
+        """Record that a forward is about to compute these requests."""
         if keys != self._recorded:
-            # Without room for all, none: nobody is accused by half a record.
+            # If they do not all fit, record none: half a record would accuse the wrong ones.
             record = json.dumps([list(key) for key in keys]).encode() + b"\n"
             record = record if len(record) <= _BYTES else b"[]\n"
             self._map[1 : len(record)] = record[1:]
@@ -65,11 +66,11 @@ class BlackBox:
         self._map[:1] = b"["  # last: from here on it counts
 
     def end(self) -> None:
-        """The forward has ended."""
+        """Record that the forward has ended."""
         self._map[:1] = b"\n"
 
     def close(self) -> None:
-        """The worker ends in good order: leave nothing."""
+        """Remove the files, because the worker ends in good order."""
         faulthandler.enable()  # to stderr again
         self._traceback.close()
         self._map.close()
@@ -88,7 +89,7 @@ class BlackBox:
 
 
 def posthumous_ends(keys: Sequence[RequestKey]) -> tuple[RequestOutput, ...]:
-    """What the dead process would have said of the requests of its last forward."""
+    """Make the ends that the dead process would have sent for the requests of its last forward."""
     shared = len(keys) > 1
     cause = FailureReason.FORWARD_FAILED if shared else FailureReason.FORWARD_FAILED_ALONE
     end = RequestEnd(EndReason.FAILED, error="the forward killed its process", cause=cause)
@@ -98,7 +99,7 @@ def posthumous_ends(keys: Sequence[RequestKey]) -> tuple[RequestOutput, ...]:
 class RecordingExecutor(PassingExecutor):
     """An executor that records in a black box what it launches.
 
-    A CPU computes meanwhile. What fails on a device afterwards is told as an error.
+    A CPU computes during the launch. A GPU's later failures are reported as errors.
 
     Args:
         executor: computes.

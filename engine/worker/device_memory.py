@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for KV, measured before the pools are allocated."""
+"""The memory of a GPU that is left for KV, measured before the pools are allocated."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvrelay.options.memory_share import MemoryShare
 
 
 class DeviceMemory(Protocol):
-    """A device's memory, and what this process's allocator has of it, in bytes."""
+    """An interface to a device's memory, and to this process's allocator, in bytes."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """What nobody has, and all there is."""
+        """Return the bytes that are free, and the total."""
         ...
 
     def reserved(self) -> int:
-        """What the allocator has, whether or not it is in use."""
+        """Return the bytes that the allocator has, whether or not they are in use."""
         ...
 
     def peak(self) -> int:
-        """The most that `reserved` has been since `release_unused`."""
+        """Return the most that `reserved` has been since `release_unused`."""
         ...
 
     def release_unused(self) -> None:
-        """Give back what the allocator has and nobody uses."""
+        """Give back the memory that the allocator has and nothing uses."""
         ...
 
 
@@ -59,17 +59,17 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a device's memory is needed for beside KV, in bytes."""
+    """The memory of a device that is needed beside KV, in bytes."""
 
     total: int
     taken: int
-    """By weights, workspaces, graphs, the CUDA context, and whoever else uses the device."""
+    """The bytes of weights, workspaces, graphs, the CUDA context, and other users of the device."""
     step: int
-    """That the largest step takes for a while."""
+    """The bytes that the largest step takes temporarily."""
 
     @classmethod
     def measure(cls, memory: DeviceMemory, largest_step: Callable[[], object]) -> MemoryUse:
-        """Run the largest step to see what it takes. What it returns will be there beside it."""
+        """Run the largest step to measure it. Memory of its result counts as taken."""
         memory.release_unused()
         _kept = largest_step()
         peak = memory.peak()
@@ -79,10 +79,10 @@ class MemoryUse:
         return cls(total, total - free, max(0, peak - memory.reserved()))
 
     def left_for_kv(self, share: MemoryShare, beside: float = 0.0, unmeasured: int = 0) -> int:
-        """Bytes of KV, if the worker may take such a share of the device.
+        """Compute the bytes left for KV, if the worker may take such a share of the device.
 
-        Each of them needs `beside` more bytes of what is not measured. So many more are
-        `unmeasured`, however much KV there is.
+        Each byte of KV needs `beside` more bytes that are not measured. `unmeasured` more are
+        needed, however much KV there is.
 
         Raises:
             ValueError: there is nothing left.

@@ -46,7 +46,7 @@ _EVENTS: dict[type, FaultEvent] = {
 
 
 class _Break(Sink[object]):
-    """Ends a stream where a message would have been."""
+    """A sink that ends a stream in place of a message."""
 
     def __init__(self, stream: MessageStream[Any]) -> None:
         self._stream = stream
@@ -139,7 +139,7 @@ class FaultyTransferAgent(TransferAgent):
                 super().submit(pull, lambda pull: None)
 
     def _flips(self, on_end: Callable[[Pull], None]) -> Callable[[Pull], None]:
-        """Let a bit flip of the first token on the last page."""
+        """Wrap `on_end` so that a bit flips in the first token on the last page."""
 
         def flip(pull: Pull) -> None:
             pool, page = [
@@ -175,7 +175,7 @@ class FaultyExecutor(PassingExecutor):
     """An executor whose forwards are late, hang or fail as planned; on the forward thread.
 
     Args:
-        executor: computes what no fault befalls.
+        executor: computes the forwards that have no fault.
         plan: the faults.
     """
 
@@ -196,7 +196,7 @@ class FaultyExecutor(PassingExecutor):
             case FaultAction.POISON:
                 raise RuntimeError("CUDA error: injected")
             case FaultAction.CRASH:
-                # In this thread, as a real one: while another died of it, this would compute on.
+                # In this thread, as a real fault: from another one, this thread would go on.
                 signal.raise_signal(signal.SIGSEGV)
             case FaultAction.DELAY:
                 assert fault is not None
@@ -219,7 +219,7 @@ def _fail(pull: Pull, on_end: Callable[[Pull], None]) -> None:
 
 
 class FaultyStorage:
-    """A `StorageStream` that tells when pages are on their way to storage, or from there.
+    """A `StorageStream` that reports the phases in which pages go to storage, or come from there.
 
     Args:
         stream: carries the orders out.

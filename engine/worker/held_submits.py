@@ -1,4 +1,4 @@
-"""Requests join the engine when their grammars are compiled: the forward thread waits for none."""
+"""The submissions that wait for their grammars, so that the forward thread need not wait."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOut
 from kvrelay.wire.submit import CancelRequest, RequestKey, StructuredOutput
 
 Prepare: TypeAlias = Callable[[StructuredOutput], Future[Any] | None]
-"""Begins to compile a grammar for whoever holds the future; None: nobody does."""
+"""A function that begins to compile a grammar, kept while its future is held; None: there is
+none."""
 
 
 class HeldSubmits:
-    """Posts submissions, those with a grammar later. Call it on the event loop.
+    """The submissions on their way to the engine, held until their grammars are compiled.
 
-    What it holds is bounded by the requests that a router may have. Their grammars are compiled
-    one after the other, and not at all once nobody waits for them.
+    Call it on the event loop. The number held is bounded by the requests that a router may have.
+    Grammars are compiled one after the other, and not at all if their requests have ended.
 
     Args:
         inbox: the engine's.
-        prepare: what compiles grammars.
+        prepare: begins to compile a grammar.
     """
 
     def __init__(self, inbox: Mailbox[Command], prepare: Prepare) -> None:
@@ -36,7 +37,7 @@ class HeldSubmits:
         self._draining = False
 
     def submit(self, command: Submit) -> None:
-        """Post a submission once its grammar is compiled, or cannot be: the engine tells why."""
+        """Post a submission once its grammar is compiled, or has failed."""
         sampling = command.submission.sampling_params.sampling
         wanted = None if self._draining else sampling.structured_output
         compiled = self._prepare(wanted) if wanted is not None else None
@@ -58,7 +59,7 @@ class HeldSubmits:
         compiled.add_done_callback(ready)
 
     def cancel(self, command: CancelRequest) -> None:
-        """Post a cancellation; a submission that is held ends here instead."""
+        """Post a cancellation; a held submission ends here instead."""
         held = self._held.pop(command.key.of_choice(0), None)
         if held is None:
             self._inbox.post(command)
@@ -66,9 +67,9 @@ class HeldSubmits:
         _end(held, EndReason.ABORTED)
 
     def drain(self) -> None:
-        """Retract what is held: routers submit it to other workers.
+        """Retract the held submissions: routers submit them to other workers.
 
-        Nothing is held from now on: the engine, which drains, retracts what still comes.
+        Nothing is held from now on: the engine, which drains, retracts later submissions.
         """
         self._draining = True
         held, self._held = self._held, {}
@@ -76,7 +77,7 @@ class HeldSubmits:
             _end(command, EndReason.RETRACTED)
 
     def forget(self, link: RouterLink) -> None:
-        """Post nothing of a stream that has ended."""
+        """Drop the submissions of a stream that has ended."""
         for key, held in list(self._held.items()):
             if held.link is link:
                 del self._held[key]
@@ -88,7 +89,7 @@ class HeldSubmits:
 
 
 def _end(held: Submit, reason: EndReason) -> None:
-    """Tell the router that a submission that the engine has not seen has ended."""
+    """Send a router the end of a submission that the engine has not seen."""
     submission, end = held.submission, RequestEnd(reason)
     held.link.deliver(
         EngineOutputs(

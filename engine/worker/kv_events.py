@@ -1,15 +1,17 @@
-"""Publishes what the prefix index stores and removes, in vLLM's form, over ZeroMQ.
+"""The pages that the prefix index stores and removes, published in vLLM's form over ZeroMQ.
 
-A message has three frames: the topic, which is empty, a number that counts messages from 0
-(eight bytes, the highest first), and a batch in msgpack: ``[seconds since 1970, events, None]``. An
-event is a map::
+A message has three frames. They are the topic, which is empty, a number that counts messages from 0
+(eight bytes, the highest first), and a batch in msgpack. The batch is ``[seconds since 1970,
+events, None]``.
+
+An event is a map::
 
     {"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ..., "token_ids": [...],
      "block_size": 16, "lora_id": None, "lora_name": None, "medium": "GPU"}
     {"type": "BlockRemoved", "block_hashes": [...], "medium": "GPU"}
 
 A block is a page, and its hash the first eight bytes of the page's (`wire/page_hash.py`). There is
-no replay: whoever misses a number has missed what it said.
+no replay: a subscriber that misses a number has missed its events.
 """
 
 from __future__ import annotations
@@ -31,34 +33,36 @@ from kvrelay.wire.page_hash import HASH_BYTES
 Event: TypeAlias = dict[str, Any]
 
 _MOST_WAITING_BYTES: Final = 32 << 20
-"""Of changes that the event loop has not published yet; more are dropped, which shows by a gap."""
+"""The most bytes of changes that wait to be published. More are dropped, which shows as a gap."""
 _BATCH_CHANGES: Final = 256
 _BATCH_BYTES: Final = 64 << 10
-"""Hashes and tokens that one turn of the event loop packs: half a millisecond of its time."""
+"""The most changes and bytes that one turn of the event loop packs: half a millisecond of its
+time."""
 _CHANGE_PAGES: Final = 256
 _CHANGE_TOKENS: Final = 4096
-"""Of one change at most, but for a larger page; more pages go in several."""
+"""The most pages and tokens of one change, unless a single page is larger; longer runs are
+split."""
 _CHANGE_BYTES: Final = 256
-"""What a change takes besides its hashes and tokens."""
+"""The bytes counted for a change besides its hashes and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Neighbouring pages that are found from now on or, without tokens, no more."""
+    """A run of pages that are found from now on or, without tokens, no longer found."""
 
     hashes: bytes
     tokens: bytes = b""
     before: bytes | None = None
-    """The hash of the page before; None: they are the first ones."""
+    """The hash of the page before; None: the run begins a prompt."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes while it waits."""
+        """The bytes that it takes while it waits."""
         return len(self.hashes) + len(self.tokens) + _CHANGE_BYTES
 
 
 class KVEvents:
-    """Takes changes on the engine's thread and publishes them, in batches, on the event loop.
+    """The events of one worker: taken on the engine's thread, published on the event loop.
 
     Args:
         page_size: tokens a page.
@@ -80,7 +84,7 @@ class KVEvents:
         self._number = 0
 
     async def start(self, host: str) -> int:
-        """Listen for subscribers; returns the port.
+        """Listen for subscribers. Returns the port.
 
         Raises:
             ValueError: other machines can reach the host.
@@ -105,7 +109,7 @@ class KVEvents:
     # mem_cache's `PageListener`, on the engine's thread
 
     def stored(self, before: bytes | None, hashes: bytes, tokens: bytes) -> None:
-        """These pages are found from now on."""
+        """Report pages that are found from now on."""
         if not self.had_subscribers:
             return
         page_bytes = self._page_size * 4
@@ -116,14 +120,14 @@ class KVEvents:
             before = some[-HASH_BYTES:]
 
     def removed(self, hashes: bytes) -> None:
-        """These pages are found no more."""
+        """Report pages that are found no longer."""
         if not self.had_subscribers:
             return
         for _, some in self._parts(hashes):
             self._add(_Change(some))
 
     def _parts(self, hashes: bytes) -> Iterator[tuple[int, bytes]]:
-        """Hashes of at most `_change_pages` pages, and the place of the first of them."""
+        """Split hashes into runs of up to `_change_pages` pages, with each one's first place."""
         size = self._change_pages * HASH_BYTES
         for start in range(0, len(hashes), size):
             yield start // HASH_BYTES, hashes[start : start + size]
@@ -142,7 +146,7 @@ class KVEvents:
     # On the event loop
 
     def _publish(self) -> None:
-        """Publish some of what waits as one batch, and the rest in later turns."""
+        """Publish some of the waiting changes as one batch, and the rest in later turns."""
         changes, more, lost = self._take()
         batch = msgpack.packb([time.time(), [self._event(one) for one in changes], None])
         self._publisher.publish(self._number.to_bytes(8), batch)
@@ -151,7 +155,7 @@ class KVEvents:
             self._call_soon(self._publish)
 
     def _take(self) -> tuple[list[_Change], bool, bool]:
-        """The next batch, whether more waits, and whether changes were lost after this one."""
+        """Take the next batch; also, whether more waits, and whether changes were lost after it."""
         changes: list[_Change] = []
         with self._lock:
             num_bytes = 0

@@ -1,4 +1,4 @@
-"""When a router is told a worker's load, and what of it."""
+"""The reports of a worker's load to a router: when they are sent, and their content."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EngineOutputs
 
 INTERVAL_SECONDS: Final = 0.1
-"""Between two reports to one router, in the long run."""
+"""The shortest time between two reports to one router, in the long run."""
 BUSY_SECONDS: Final = 0.2
-"""Between two reports of a worker that is busy all along: the router knows what it has sent."""
+"""The time between two reports of a worker that stays busy: the router knows what it has sent."""
 COMPANY_SECONDS: Final = 0.1
-"""That the load of such a worker waits for a step's outputs, to go in their message."""
+"""The time that the load of such a worker waits for a step's outputs, to go in their message."""
 LONGEST_SECONDS: Final = 1.0
-"""Until a change is told that is too small to matter for placement."""
+"""The longest time until a change is reported that is too small to matter for placement."""
 _SMALL: Final = 1 / 64
-"""Of a pool's tokens: a change that is smaller is small."""
+"""The part of a pool's tokens below which a change is small."""
 _NOTHING: Final = EngineOutputs(())
 
 
 class LoadPace:
-    """Decides from which moment on a router may be told a load, on any clock of seconds.
+    """The times at which a router is told a load, on any clock of seconds.
 
-    Reports have a slot each `INTERVAL_SECONDS`: so the first change after a pause is told at
-    once, and what changes soon afterwards in the next slot, by its latest state. A worker that
-    stays busy leaves slots out. The first work for an idle worker may take the next slot in
-    advance. A router must know at once that a worker
-    drains, or whom it refuses to read from.
+    Reports have one slot each `INTERVAL_SECONDS`. The first change after a pause is reported at
+    once, and later ones in the next slot, by their latest state. A worker that stays busy skips
+    slots. The first work of an idle worker may take the next slot in advance. Draining, and refused
+    peers, are always reported at once.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class LoadPace:
         self._told_at = self._next_slot = -math.inf
 
     def due(self, load: WorkerLoad) -> float:
-        """The moment from which this load may be told; infinity: it is what was told last."""
+        """Compute when this load may be reported; infinity: it equals the last reported load."""
         told = self._told
         if told is None or load.draining != told.draining or _refuse_others(load, told):
             return -math.inf
@@ -55,11 +54,11 @@ class LoadPace:
         return self._next_slot
 
     def stays_busy(self, load: WorkerLoad) -> bool:
-        """Whether the worker had something to do when it was told last, and has now."""
+        """Whether the worker had something to do at its last report, and has now."""
         return self._told is not None and not self._told.is_idle and not load.is_idle
 
     def tell(self, load: WorkerLoad, now: float) -> None:
-        """Note that this load is told now."""
+        """Note that this load is reported now."""
         self._told, self._told_at = load, now
         self._next_slot = max(self._next_slot, now) + INTERVAL_SECONDS
 
@@ -67,9 +66,9 @@ class LoadPace:
 class PacedLink(RouterLink):
     """A router's stream that holds loads back until they are due, and nothing else.
 
-    What is told is the latest load, and of its peers those that have changed since. A load that
-    is due goes with the outputs of a step, if a step ends soon: a message of its own costs both
-    sides more than its content. Make and use it on the event loop.
+    A report has the latest load, and those peers that have changed since the last one. A due load
+    goes with the outputs of a step, if one ends soon. A message of its own costs both sides more
+    than its content. Make and use it on the event loop.
     """
 
     def __init__(self, router: str) -> None:
@@ -81,7 +80,7 @@ class PacedLink(RouterLink):
         self._told_peers: dict[str, PeerTransport] = {}
 
     def deliver(self, message: EngineOutputs) -> None:
-        """Add what a step has for the router to the stream, and the load if it is due."""
+        """Add a step's outputs for the router to the stream, and the load if it is due."""
         if message.load is None:
             super().deliver(message)
             return
@@ -109,13 +108,13 @@ class PacedLink(RouterLink):
     def _changed_peers(
         self, peers: Sequence[PeerTransport]
     ) -> tuple[tuple[PeerTransport, ...], tuple[str, ...]]:
-        """Those that the router is to be told, and the incarnations of those that are gone."""
+        """Find the peers that have changed, and the incarnations of those that are gone."""
         before, self._told_peers = self._told_peers, {peer.incarnation: peer for peer in peers}
         changed = tuple(peer for peer in peers if before.get(peer.incarnation) != peer)
         return changed, tuple(before.keys() - self._told_peers.keys())
 
     def _hold(self, load: WorkerLoad, due: float) -> None:
-        """Keep a load until it is due alone, in the place of one that is held already."""
+        """Hold a load until it is due alone, in place of one that is held already."""
         if due == math.inf:
             self._drop_held()
             return
@@ -137,14 +136,14 @@ class PacedLink(RouterLink):
 
 
 def _refuse_others(one: WorkerLoad, other: WorkerLoad) -> bool:
-    """Whether they differ in whom the worker refuses to read from."""
+    """Whether the loads differ in the peers that the worker refuses to read from."""
     if one.peers == other.peers:
         return False
     return one.refused_peers != other.refused_peers
 
 
 def _matters(load: WorkerLoad, told: WorkerLoad) -> bool:
-    """Whether the change is worth a slot: so is every one on an idle worker, which are few."""
+    """Whether the change is worth a slot, as every change of an idle worker is."""
     if load.is_idle or load.peers != told.peers:
         return True
     if _differ(load.waiting_requests, told.waiting_requests):
@@ -157,5 +156,5 @@ def _matters(load: WorkerLoad, told: WorkerLoad) -> bool:
 
 
 def _differ(requests: int, told: int) -> bool:
-    """By an eighth at least: one of thirty makes no worker another choice, one of three may."""
+    """Whether the counts differ by an eighth at least, which may change the choice of a worker."""
     return abs(requests - told) * 8 >= max(requests, told, 1)

@@ -1,4 +1,4 @@
-"""Loads a worker's model, its draft model if there is one, and allocates their KV pools."""
+"""The loading of a worker's model, and its draft model if it has one, and their KV pools."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What computes a worker's steps, ready to run."""
+    """A model that is ready to compute a worker's steps, with its memory."""
 
     runner: ModelRunner
     pools: Sequence[KVPool]
-    """The model's own, then those of a draft model."""
+    """The model's own pools, then those of a draft model."""
     host_pools: Sequence[KVPool]
-    """For each of them the host's; empty if there is no host tier."""
+    """The host's pool for each of them; empty if there is no host tier."""
     pinned: PinnedPools
-    """Those of the host that are pinned, for a GPU. Whoever ends its copies closes this."""
+    """The host's pools that are pinned for a GPU. Must be closed after its copies have ended."""
     streams: Streams
-    """Of the model's device."""
+    """The streams of the model's device."""
     executor: ModelExecutor
     max_model_len: int
-    """Tokens of a request at most: the model's own limit, or the option's if that is less."""
+    """The most tokens of a request: the model's own limit, or the option's if that is less."""
     digest: ModelDigest
-    """Of what was loaded."""
+    """The digest of the loaded model."""
     grammars: Grammars
-    """What compiles the grammars of structured outputs."""
+    """The grammars of structured outputs, with their compiler."""
 
 
 def load_model(
@@ -149,7 +149,7 @@ def load_model(
 
 
 def make_counts(config: WorkerConfig, runner: ModelRunner) -> TokenCounts | None:
-    """Where the device counts tokens for penalties; None: it does not sample."""
+    """Make the table in which the device counts tokens for penalties; None: it does not sample."""
     if not device_sampler.samples_on(runner.device):
         return None
     vocab_size = runner.config.vocab_size
@@ -162,7 +162,7 @@ def find_kv_memory(
     draft: DraftModel | None,
     memory: DeviceMemory | None,
 ) -> int:
-    """Bytes of KV: those of the option, or what is left of the device's `memory`.
+    """Compute the bytes of KV: those of the option, or what is left of the device's `memory`.
 
     Raises:
         ValueError: nothing is left, or the device is a CPU; the message begins with the option.
@@ -181,7 +181,7 @@ def find_kv_memory(
 
 
 def _transfer_bytes(config: WorkerConfig, runner: ModelRunner) -> int:
-    """Device memory that the transfer agent will allocate, once there are pools."""
+    """Estimate the device memory that the transfer agent will allocate, once there are pools."""
     if config.role is WorkerRole.AGGREGATED:
         return 0  # it has none
     return probe_bytes(runner.make_geometries(config.page_size, config.page_order)[0])
@@ -193,14 +193,14 @@ def _run_largest_step(
     """Compute and sample a step that takes as much memory as any.
 
     Returns:
-        CUDA graphs as there will be over the pools: they take memory beside any step.
+        CUDA graphs like those that there will be over the pools: they take memory beside any step.
     """
     graphs = [model.capture_on_scratch() for model in (runner, draft) if model is not None]
     longest = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
     if draft is not None:
         draft.run_largest(config.chunk_tokens, config.max_running, longest)
     rows = config.max_running * (1 + config.drafts_for(True))
-    # Of a step whose prompt is scored the logits stay until they are read; then the next one runs.
+    # The logits of a step that scores a prompt stay until they are read, while the next one runs.
     in_flight: deque[torch.Tensor] = deque(maxlen=STEPS_IN_FLIGHT)
     for context in runner.largest_contexts(longest):
         in_flight.append(runner.run_largest(config.chunk_tokens, rows, context))
@@ -211,14 +211,14 @@ def _run_largest_step(
 
 
 def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
-    """The hash of what a token's KV is in each pool, however pages are made of it."""
+    """Hash the layout of a token's KV in each pool, however pages are made of it."""
     return object_digest(
         [replace(one, page_size=1, order=PageOrder.PAGE_FIRST) for one in geometries]
     )
 
 
 def graph_options(config: WorkerConfig) -> GraphOptions | None:
-    """Which CUDA graphs there are to be; None: none. Raises ValueError, as `load_model`."""
+    """Find the CUDA graphs to capture; None: none. Raises ValueError, as `load_model`."""
     if config.cuda_graphs is CudaGraphs.OFF:
         return None
     return GraphOptions(_graph_sizes(config), config.page_size)

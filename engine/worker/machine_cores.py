@@ -1,10 +1,12 @@
-"""Which workers of this machine compute at present, so that the others may use their cores.
+"""The workers of this machine that compute at present, so that others may use idle cores.
 
-Each process of a worker has a file in a directory of its user in shared memory. There stand its
-threads, the cores that it may run on, and whether it computes. Only that process writes it, and
-holds a lock on it that the kernel takes away when the process ends, however it ends: whoever finds
-a file without a lock removes it. So nobody waits for anybody, and nobody is asked. The directory is
-the user's and not a cluster's, since two clusters on one machine share its cores, too.
+Each worker process has a file in its user's directory in shared memory. It records the process's
+threads, the cores that it may run on, and whether it computes. Only that process writes it. It
+holds a lock on the file, which the kernel releases when the process ends, however it ends. Any
+worker that finds a file without a lock removes it. So no worker waits for another, or asks another.
+
+The directory belongs to the user and not to a cluster, since two clusters on one machine share its
+cores, too.
 """
 
 from __future__ import annotations
@@ -26,25 +28,25 @@ logger = logging.getLogger(__name__)
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
 _MAGIC: Final = b"KRC1"
 _RECORD: Final = struct.Struct("<?3x4sI128s")
-"""Whether it computes, `_MAGIC`, its threads, a bit for each core that it may run on."""
+"""A record: whether it computes, `_MAGIC`, its threads, a bit for each core that it may run on."""
 _BUSY: Final = 0
-"""The place of the first of these."""
+"""The place of the first field."""
 _MOST_CORES: Final = 8 * 128
 _CLOSED: Final = -1
 
 
 def directory_of_user() -> Path:
-    """Where the workers of this user have their files."""
+    """The directory in which the workers of this user have their files."""
     return _SHARED_MEMORY / f"kvrelay-cores-{os.geteuid()}"
 
 
 class MachineCores:
-    """A worker's place among those of its machine: says that it computes, sees who else does.
+    """A worker's entry among those of its machine: shows that it computes, and sees who else does.
 
-    `busy` is for the engine thread, all that concerns others for the forward thread.
+    `busy` is for the engine thread; the methods about other workers are for the forward thread.
 
     Args:
-        threads: that the worker computes with.
+        threads: the number that the worker computes with.
         directory: of this user alone; made if it is not there.
 
     Raises:
@@ -54,7 +56,7 @@ class MachineCores:
     def __init__(self, threads: int, directory: Path) -> None:
         cores = os.sched_getaffinity(0)
         self.num_cores = len(cores)
-        """Cores that this process may run on."""
+        """The number of cores that this process may run on."""
         self._cores = sum(1 << core for core in cores if core < _MOST_CORES)
         self._directory = directory
         _make_private(directory)
@@ -65,9 +67,9 @@ class MachineCores:
 
     @classmethod
     def join(cls, threads: int) -> MachineCores | None:
-        """Join the machine's workers; None: that cannot be, and a line in the log says why.
+        """Join the machine's workers. Returns None if that fails; a line in the log says why.
 
-        What workers that died have left is removed.
+        Files of workers that died are removed.
         """
         try:
             cores = cls(threads, directory_of_user())
@@ -87,10 +89,10 @@ class MachineCores:
         self._memory[_BUSY] = busy
 
     def find(self) -> None:
-        """See which workers have come and which have gone; removes the files of those that died."""
+        """Find which workers have come and gone; removes the files of those that died."""
         try:
             names = {path.name for path in self._directory.iterdir()} - {self._path.name}
-        except OSError:  # somebody has removed it all
+        except OSError:  # the directory was removed
             names = set()
         for name in self._others.keys() - names:
             self._others.pop(name).close()
@@ -106,9 +108,9 @@ class MachineCores:
                 self._others.pop(name).close()
 
     def count_threads(self) -> tuple[int, int]:
-        """Threads of others on this one's cores: of those that compute, of those that do not.
+        """Count threads of other workers on this one's cores: of computing and of idle ones.
 
-        Of the workers that `find` has found.
+        Counts the workers that `find` has found.
         """
         busy = idle = 0
         for other in self._others.values():
@@ -119,9 +121,9 @@ class MachineCores:
         return busy, idle
 
     def close(self) -> None:
-        """Leave, once or again. Forwards have ended.
+        """Leave. Further calls do nothing. Forwards have ended.
 
-        The memory stays, and the lock with it: what the engine still says of itself goes nowhere.
+        The memory stays mapped, so that the engine may still write `busy`, to no effect.
         """
         file, self._file = self._file, _CLOSED
         if file == _CLOSED:
@@ -141,11 +143,11 @@ class _Other:
     file: int
     memory: mmap.mmap
     threads: int
-    """That compete for this worker's cores."""
+    """Its threads that compete for this worker's cores."""
 
     @classmethod
     def open(cls, path: Path, own_cores: int) -> _Other | None:
-        """None: it is gone, or not such a file."""
+        """Open another worker's file. Returns None if it is gone, or is no such file."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -164,15 +166,15 @@ class _Other:
         return None
 
     def lives(self) -> bool:
-        """Whether its process holds the lock. If not, this one has it until `close`."""
+        """Whether its process holds the lock. If not, this process holds it until `close`."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:  # most often that somebody has it
+        except OSError:  # most often because its process has the lock
             return True
         return False
 
     def close(self) -> None:
-        """Forget it, and give its lock away if this one has it."""
+        """Close it, and release its lock if this process holds it."""
         self.memory.close()
         os.close(self.file)
 
@@ -187,7 +189,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _create(directory: Path, content: bytes) -> tuple[Path, int, mmap.mmap]:
-    """A file of this process with `content`, and with its lock; its memory."""
+    """Create a locked file with `content`. Returns its path, descriptor and memory."""
     while True:
         path = directory / f"{os.getpid()}-{secrets.token_hex(4)}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -202,4 +204,4 @@ def _create(directory: Path, content: bytes) -> tuple[Path, int, mmap.mmap]:
         if os.fstat(file).st_nlink:
             return path, file, memory
         memory.close()
-        os.close(file)  # somebody saw it before it had its lock, and took it for a dead worker's
+        os.close(file)  # another worker saw it before it was locked, and removed it as a dead one's

@@ -37,11 +37,11 @@ from kvrelay.wire.worker_info import WorkerRole
 def divide_memory(
     config: WorkerConfig, geometries: Sequence[KVGeometry], reserved_pages: int = 0
 ) -> list[int]:
-    """Pages of each pool: together they fill `config.kv_memory`.
+    """Compute the pages of each pool, which together fill `config.kv_memory`.
 
-    A pool for windows gets what `max_running` requests need there at most; the
-    rest goes to full attention, as many pages to each pool if there are several.
-    Of each pool's pages `reserved_pages` are no request's.
+    A pool for windows gets the most that `max_running` requests need there. The rest goes to full
+    attention, as many pages to each pool if there are several. Each pool has `reserved_pages` that
+    no request uses.
 
     Raises:
         ValueError: it does not hold one page of requests of each.
@@ -90,13 +90,14 @@ def check_tiers(config: WorkerConfig, geometries: Sequence[KVGeometry]) -> None:
 
 
 def make_host_pools(config: WorkerConfig, pools: Sequence[KVPool]) -> list[KVPool]:
-    """The host's pools beside the device's `pools`; none if not wanted.
+    """Make the host's pools beside the device's `pools`; none if not wanted.
 
-    `check_tiers` has passed. Pools without a window have as many pages each. A window's has the
-    share of the memory that it has of the device's, and a prompt's window at least.
+    `check_tiers` has passed. Pools without a window have as many pages each. A window's pool has
+    the same share of the memory as on the device, and a prompt's window at least.
 
     Raises:
-        ValueError: they cannot be had; the message begins with the option's name.
+        ValueError: the memory is too small for them or not there; the message begins with the
+            option's name.
     """
     if not config.host_kv_memory:
         return []
@@ -108,7 +109,7 @@ def make_host_pools(config: WorkerConfig, pools: Sequence[KVPool]) -> list[KVPoo
 
 
 def _divide_host_memory(config: WorkerConfig, pools: Sequence[KVPool]) -> list[int]:
-    """Pages of the host's pool beside each of the device's."""
+    """Compute the pages of the host's pool beside each of the device's."""
     device_bytes = sum(pool.total_pages * pool.geometry.page_bytes for pool in pools)
     full_bytes = sum(pool.geometry.page_bytes for pool in pools if pool.geometry.window is None)
     windowed: dict[int, int] = {}
@@ -150,7 +151,7 @@ def make_host_tier(
     stream: CopyStream,
     bytes_per_second: float,
 ) -> HostTier:
-    """The tier that keeps pages of `kv_cache` in `host_pools`."""
+    """Make the tier that keeps pages of `kv_cache` in `host_pools`."""
     index = kv_cache.index
     assert isinstance(index, RadixTree), "only the radix tree tells what it publishes"
     assert index.log is not None, "and only to its log"
@@ -162,12 +163,12 @@ def make_host_tier(
 def make_store(
     config: WorkerConfig, host_pools: Sequence[KVPool], model: ModelDigest
 ) -> FileStore | MooncakeStore | None:
-    """What keeps pages of `host_pools` in `config.kv_storage`; None: there is nothing to.
+    """Make the store that keeps pages of `host_pools` in `config.kv_storage`; None: not wanted.
 
-    `check_tiers` has passed. Mooncake Store if that is a ``mooncake://`` address, else files.
+    `check_tiers` has passed. The store is Mooncake Store for a ``mooncake://`` address, else files.
 
     Raises:
-        ValueError: it cannot be had; the message begins with the option's name.
+        ValueError: it cannot be opened; the message begins with the option's name.
     """
     if not config.kv_storage:
         return None
@@ -193,14 +194,14 @@ def make_store(
 
 
 def _storage_layout(host_pools: Sequence[KVPool], model: ModelDigest) -> bytes:
-    """What differs wherever the bytes of a page of equal tokens could differ."""
+    """Hash everything on which the bytes of a page of equal tokens depend."""
     geometries = [repr(pool.geometry) for pool in host_pools]
     parts = model.config, model.weights, model.dtype, model.layout, model.draft, sys.byteorder
     return hashlib.sha256("\n".join((*parts, *geometries)).encode()).digest()
 
 
 def _bytes_of(pool: KVPool) -> npt.NDArray[np.uint8]:
-    """``[pages, bytes]``: a pool of the host as it lies in memory."""
+    """View a host pool as ``[pages, bytes]``, as it lies in memory."""
     array: npt.NDArray[np.uint8] = pool.data.view(torch.uint8).view(pool.total_pages, -1).numpy()
     return array
 
@@ -212,10 +213,10 @@ def make_kv_cache(
     model: ModelDigest = NO_MODEL,
     listener: PageListener | None = None,
 ) -> KVCacheManager:
-    """The account of `pools`, for requests of `max_model_len` tokens and less.
+    """Make the account of `pools`, for requests of at most `max_model_len` tokens.
 
-    `model` is what computes their KV: routers know prefixes by hashes that it is part of.
-    `listener` hears which pages the prefix index has.
+    `model` is part of the page hashes by which routers know prefixes. `listener` hears which pages
+    the prefix index has.
     """
     return KVCacheManager(
         [
@@ -249,8 +250,8 @@ def _make_index(
 
 
 def tokens_ahead(config: WorkerConfig) -> int:
-    """Tokens that a request may be allocated beyond those that are written."""
-    # With drafts the window is kept for a token before: a draft model may look back from there.
+    """Compute the tokens that a request may be allocated beyond those that are written."""
+    # With drafts the window is kept for one token earlier, from where a draft model may look back.
     generated = 1 + config.drafts_for(True) + (config.speculation is not Speculation.NONE)
     takes_over_only = config.role is WorkerRole.DECODE and not config.computes_prompts
     step = generated if takes_over_only else max(config.chunk_tokens, generated)

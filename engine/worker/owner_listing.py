@@ -1,4 +1,4 @@
-"""Lists the owner of each page of a worker, as its allocator records it."""
+"""The owner of each page of a worker, as its allocator records it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvrelay.wire.page_owners import OwnedPages, PageOwners, PoolOwners
 
 
 def page_owners(kv_cache: KVCacheManager) -> PageOwners:
-    """Every page of every pool, in runs of one owner."""
+    """List every page of every pool, in runs of one owner."""
     return PageOwners(
         tuple(
             PoolOwners(shape.name, tuple(_owned_pages(kv_cache, pool)))

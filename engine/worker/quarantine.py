@@ -1,4 +1,4 @@
-"""Knows whether memory is in quarantine for too long."""
+"""The limit on the time that memory may be in quarantine."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
 
 _LOOKS = 10
-"""At the quarantine's age, in the time that it may have."""
+"""How often the quarantine's age is checked within the limit."""
 
 
 class QuarantineLimit:
-    """The most time that memory may be in quarantine.
+    """The longest time that memory may be in quarantine.
 
-    Fences that have not passed for so long will not pass, so the memory is lost until the worker
-    is restarted.
+    A fence that has not passed for so long will not pass, so the memory is lost until the worker is
+    restarted.
 
     Args:
         metrics: knows the age of the quarantine, as of the engine's latest pass.
-        seconds: that memory may be in quarantine; 0: for ever.
+        seconds: the longest time in quarantine; 0: no limit.
         run_a_pass: returns after the engine has run a whole pass, or a part of one.
     """
 
@@ -42,7 +42,7 @@ class QuarantineLimit:
     async def is_exceeded(self) -> bool:
         """Whether memory is in quarantine for too long now."""
         if self._metrics.quarantine_age > self._seconds:
-            # The second time a whole pass has run, which finds fences that have passed meanwhile.
+            # The first pass may be a part of one; the second is whole and finds passed fences.
             await self._run_a_pass()
             await self._run_a_pass()
         return self._metrics.quarantine_age > self._seconds

@@ -1,4 +1,4 @@
-"""Checks that the worker's gRPC services share."""
+"""The checks that the worker's gRPC services share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a submission must keep to, on the worker that takes it."""
+"""The rules for submissions, on the worker that takes them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvrelay.wire.worker_info import WorkerRole
 
 @dataclass(frozen=True, slots=True)
 class SubmitRules:
-    """What a worker must be told, and within which bounds."""
+    """The fields that a submission must have, and their bounds."""
 
     role: WorkerRole
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def check(self, submit: SubmitRequest) -> None:
-        """Check what depends on this worker, or on several fields.
+        """Check the rules that depend on this worker, or on several fields.
 
         Raises:
             ValueError: a field is missing or out of range; the text begins with its name.
@@ -73,7 +73,7 @@ class SubmitRules:
 def submit_command(
     submit: SubmitRequest, link: RouterLink, rules: SubmitRules, trace: AttemptTrace | None = None
 ) -> Submit:
-    """The engine's command for a router's submission.
+    """Make the engine's command from a router's submission.
 
     Raises:
         ValueError: it breaks a rule; the text begins with the field's name.

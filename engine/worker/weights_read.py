@@ -1,4 +1,4 @@
-"""How much of its weights a worker has read while it starts."""
+"""The part of its weights that a starting worker has read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from kvrelay.engine.config import WorkerConfig
 
 
 class WeightsRead:
-    """Counts the bytes that one thread reads, for others to look at.
+    """The bytes that one thread has read, for other threads to see.
 
     Args:
-        total_bytes: that are to be read.
+        total_bytes: the bytes to read.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -17,17 +17,17 @@ class WeightsRead:
         self._read_bytes = 0
 
     def add(self, nbytes: int) -> None:
-        """So many more were read."""
+        """Count bytes that were read."""
         self._read_bytes += nbytes
 
     @property
     def share(self) -> float:
-        """From 0 to 1; files also have headers, so it may stay a little below."""
+        """The share from 0 to 1; files also have headers, so it may stay a little below 1."""
         return min(1.0, self._read_bytes / self._total_bytes) if self._total_bytes else 0.0
 
 
 def weight_bytes(config: WorkerConfig) -> int:
-    """The size of the model's files, and of the draft model's if there is one."""
+    """Sum the sizes of the model's files, and of the draft model's if there is one."""
     folders = [config.model_path, config.draft_model_path]
     return sum(
         file.stat().st_size

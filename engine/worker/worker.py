@@ -1,4 +1,4 @@
-"""Starts, drains and stops one worker on its event loop, and reports failures of its threads."""
+"""One worker on its event loop: its start, drain and stop, and the failures of its threads."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 1.0
 SECOND_LOOK_S = 1.0
 LAST_WORDS_S = 0.5
-"""For streams to end when the engine has; those of routers end by themselves."""
+"""Seconds for streams to end after the engine has; those of routers end by themselves."""
 
 
 class Worker:
-    """One worker process's whole content, on the event loop that starts it.
+    """The whole content of one worker process, on the event loop that starts it.
 
     Args:
         config: the worker's.
@@ -65,9 +65,10 @@ class Worker:
         self._spans: OtlpExporter | None = None
         self._kv_events_address = ""
         self.faults = FaultPlan(config.faults or ())
-        """Takes effect only if the configuration names faults, or an empty tuple of them."""
+        """The faults; they take effect only if the configuration names some, or has an empty
+        tuple."""
         self.lease = WorkerLease(lease_clock(suspended_alone=config.suspended_alone))
-        """Checked before bytes may move; whoever supervises the worker begins it."""
+        """The lease, checked before bytes may move; the worker's supervisor begins it."""
 
     async def start(self) -> WorkerInfo:
         """Load the model, reserve the memory, open the listeners.
@@ -122,10 +123,10 @@ class Worker:
         return self._describe(incarnation, port, model)
 
     async def _load(self, tokenizer_sha256: str) -> LoadedModel:
-        """Load the model on a thread that ends then, and its OpenMP team with it.
+        """Load the model on a thread that then ends, together with its OpenMP team.
 
-        While a process has more OpenMP threads than cores, no team waits for its next work by
-        spinning: each small operation of a forward would begin by waking the forward's team.
+        If that team stayed, the process would have more OpenMP threads than cores. Then no team
+        spins while it waits for work, and each small operation of a forward first wakes its team.
         """
         thread = ThreadPoolExecutor(1, "load")
         try:
@@ -136,7 +137,7 @@ class Worker:
             thread.shutdown(wait=False)
 
     async def stop(self) -> None:
-        """Close the listeners, end the engine; the pool stays registered."""
+        """Close the listeners, and end the engine; the pool stays registered."""
         await self._server.stop(STOP_GRACE_S)
         if self._kv_events is not None:
             await self._kv_events.close()
@@ -153,7 +154,7 @@ class Worker:
     def drain(self) -> None:
         """Take no more requests; after the grace, retract those that can go on elsewhere.
 
-        There is no way back, and further calls change nothing. The worker is still to be
+        A drain cannot be undone, and further calls change nothing. The worker must still be
         stopped.
         """
         if self._draining.is_set():
@@ -165,11 +166,11 @@ class Worker:
         self._loop.call_later(self._config.drain_grace, post, RetractForDrain())
 
     async def quarantine_too_old(self) -> None:
-        """Wait until memory is in quarantine for too long: the worker should drain."""
+        """Wait until memory is in quarantine for too long, so that the worker should drain."""
         await self._quarantine.exceeded()
 
     async def drain_if_quarantine_too_old(self) -> bool:
-        """Begin to drain if that is still so; returns whether it is."""
+        """Begin to drain if memory is still in quarantine for too long. Returns whether it is."""
         if not await self._quarantine.is_exceeded():
             return False
         limit = self._config.quarantine_limit
@@ -179,17 +180,17 @@ class Worker:
         return True
 
     async def draining(self) -> None:
-        """Wait until it drains, for whatever reason."""
+        """Wait until the worker drains, for whatever reason."""
         await self._draining.wait()
 
     async def drained(self) -> None:
-        """Wait until it has drained: no request is left."""
+        """Wait until the worker has drained: no request is left."""
         await self._drained.wait()
 
     async def failed(self) -> str:
-        """Wait until one of its threads has failed, which may be never; returns the reason.
+        """Wait until one of its threads has failed, which may be never. Returns the reason.
 
-        By then the routers have heard what the engine said last.
+        By then the routers have received the engine's last outputs.
         """
         assert self._failure is not None, "the worker was not started"
         reason = await asyncio.shield(self._failure)
@@ -216,9 +217,9 @@ class Worker:
             await asyncio.Event().wait()  # not a sign of life
 
     async def _hang(self) -> GiveUp | None:
-        """What to do about work that takes too long, also at a second look.
+        """Find work that takes too long, also at a second look. Returns what to do, or None.
 
-        A process that was stopped for a while goes on with work that is old by the clock.
+        The second look is for a process that was stopped for a while: its work is old by the clock.
         """
         if self._parts.hang(self._config) is None:
             return None
@@ -226,9 +227,9 @@ class Worker:
         return self._parts.hang(self._config)
 
     async def peer_died(self, incarnation: str) -> None:
-        """The supervisor says that another worker's process is gone for good.
+        """Take the supervisor's message that another worker's process is gone for good.
 
-        Its connections go first: what comes of them is in the inbox before the death.
+        Connections to it end first, so that their messages are in the inbox before the death.
         """
         try:
             await self._parts.plugin.peer_died(incarnation)
@@ -250,7 +251,7 @@ class Worker:
             self._kv_events_address = host_port(config.host, port)
 
     async def _listen(self, incarnation: str, model: LoadedModel) -> int:
-        """Serve routers, peers and health checks; returns the port."""
+        """Serve routers, peers and health checks. Returns the port."""
         config, checkpoint = self._config, model.runner.config
         rules = SubmitRules(config.role, checkpoint.vocab_size, checkpoint.eos_token_ids)
         killed = self._black_box.killed if self._black_box is not None else ()
@@ -301,7 +302,7 @@ class Worker:
 def _exporter(
     config: WorkerConfig, incarnation: str, metrics: WorkerMetrics
 ) -> OtlpExporter | None:
-    """What sends this worker's spans; None: no request is traced."""
+    """Make the exporter of this worker's spans; None: no request is traced."""
     if config.otlp is None:
         return None
     for fate in Fate:

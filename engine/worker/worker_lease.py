@@ -1,4 +1,4 @@
-"""How long this process may serve without a word from its controller."""
+"""The time that this process may serve without a word from its controller."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from dataclasses import dataclass
 from typing import Final
 
 _LONGEST_SLEEP_SECONDS: Final = 1.0
-"""`sleep` does not count the time in which the machine is suspended; the lease does."""
+"""The longest `sleep`, which does not count suspended time, while the lease does."""
 
 
 def boottime() -> float:
-    """Seconds on a clock that no step of the time of day moves, and no suspension stops."""
+    """Read a clock, in seconds, that neither suspension nor changes of the time of day affect."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def lease_clock(*, suspended_alone: bool) -> Callable[[], float]:
-    """The clock of a worker's lease, on both sides, in seconds.
+    """Choose the clock of a worker's lease, on both sides, in seconds.
 
     Args:
-        suspended_alone: whether the worker's machine may be suspended while its controller goes on,
-            which then believes it dead. Where both are suspended, nobody misses a word meanwhile.
+        suspended_alone: whether the worker's machine may be suspended while its controller goes on
+            and believes it dead. If both are suspended together, no message is missed.
     """
     return boottime if suspended_alone else time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What a controller sends to let a worker go on."""
+    """A message by which a controller lets a worker go on."""
 
     epoch: int
-    """The controller's: each one has a greater one than all before it."""
+    """The controller's epoch, greater than that of every controller before it."""
     seconds: float
-    """How long the lease lasts, from the stamp on."""
+    """The length of the lease, from the stamp on."""
     stamp: float | None
-    """On the worker's clock: what the worker has said last, before this was sent.
+    """The worker's latest stamp that the controller knew when it sent this, by the worker's clock.
 
-    None: it has said nothing yet, so nothing is renewed.
+    None: it has sent none yet, so nothing is renewed.
     """
 
 
 class StaleEpochError(Exception):
-    """The caller is not the controller any more: the worker has heard from its successor."""
+    """An error for a caller that is no longer the controller: its successor was heard from."""
 
     def __init__(self, stale: int, current: int) -> None:
         super().__init__(stale, current)
@@ -56,15 +56,14 @@ class StaleEpochError(Exception):
 
 
 class WorkerLease:
-    """The leave to serve that a worker has from its controller. Any thread may use it.
+    """The lease under which a worker may serve, given by its controller. For any thread.
 
-    It lasts a number of seconds from a stamp: a time on this process's clock that the process
-    said before the controller sent the renewal. However long that took to arrive, the controller
-    knows an upper bound for the lease's end, though the two clocks have nothing to do with each
-    other.
+    It lasts a number of seconds from a stamp. A stamp is a time on this process's clock, which the
+    process sent before the controller sent the renewal. However late that arrives, the controller
+    knows an upper bound of the lease's end. The two clocks need not agree.
 
-    A lease that has run out stays so: the process may have been stopped for a while, and others
-    may take it for dead. A lease that was never begun lasts for ever: nobody supervises the worker.
+    A lease that has run out stays so: the process may have been stopped, and others may believe it
+    dead. A lease that was never begun lasts forever: nothing supervises the worker.
 
     Args:
         clock: in seconds.
@@ -78,24 +77,23 @@ class WorkerLease:
         self._on_end: Callable[[], object] = lambda: None
 
     def begin(self, seconds: float, on_end: Callable[[], object]) -> None:
-        """Let the lease last for so long from now, unless it is renewed.
+        """Begin the lease; it lasts `seconds` from now, unless it is renewed.
 
         Args:
             seconds: from now.
-            on_end: ends the process. Is called, perhaps by several threads, by who finds that the
-                lease has run out.
+            on_end: ends the process. Every thread that finds that the lease has run out calls it.
         """
         self._on_end = on_end
         self._ends_at = self._clock() + seconds
 
     def stamp(self) -> float:
-        """The present time, for the next renewal."""
+        """Return the present time, for the next renewal."""
         return self._clock()
 
     def renew(self, renewal: Renewal) -> None:
         """Take a renewal, which may be a late one.
 
-        Raises StaleEpochError if a later controller than the sender has been heard of.
+        Raises StaleEpochError if a later controller has been heard from.
         """
         with self._lock:
             if renewal.epoch < self._epoch:

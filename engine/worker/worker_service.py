@@ -1,4 +1,4 @@
-"""The routers' side of a worker: one stream each, in and out of the engine."""
+"""The routers' side of a worker: one stream for each router, in and out of the engine."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves `kvrelay.v1.WorkerService`.
+    """The service `kvrelay.v1.WorkerService`.
 
     Args:
         incarnation: this worker's; a router that means another is refused.
         inbox: the engine's.
-        rules: what submissions must keep to.
-        killed: the requests of the forward that killed the process before, if one did.
-        prepare: begins to compile what outputs must be; their requests wait for it.
-        spans: takes those of traced requests; None: no request is traced here.
+        rules: the rules for submissions.
+        killed: the requests of the forward that killed the previous process, if one did.
+        prepare: begins to compile a grammar; the request waits for it.
+        spans: takes the spans of traced requests; None: no request is traced here.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._links: set[RouterLink] = set()
 
     def drain(self) -> None:
-        """Let routers submit what waits for its grammar to other workers."""
+        """Make routers submit requests that wait for a grammar to other workers."""
         self._submits.drain()
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def GetPageOwners(  # noqa: N802 (gRPC's name)
         self, request: worker_pb2.GetPageOwnersRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetPageOwnersResponse:
-        """The owner of each page, as the engine thread sees it between two passes."""
+        """Return the owner of each page, as the engine thread sees it between two passes."""
         told, tell = _told_by_thread(PageOwners)
         self._inbox.post(Inspect(lambda kv_cache: tell(page_owners(kv_cache))))
         return PAGE_OWNERS.to_message(await told)
@@ -123,7 +123,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def FindHistory(  # noqa: N802 (gRPC's name)
         self, request: worker_pb2.FindHistoryRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.FindHistoryResponse:
-        """The history of a session that another router had, if it is here."""
+        """Return the history of a session that another router had, if it is here."""
         told, tell = _told_by_thread(array)
         self._inbox.post(
             FindHistory(
@@ -158,7 +158,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             link.close()
 
     def take(self, message: worker_pb2.AttachRequest, link: RouterLink) -> None:
-        """Post what a router commands; refuse a submission that breaks a rule."""
+        """Post a router's command, or refuse a submission that breaks a rule."""
         try:
             command = ATTACH_REQUEST.from_message(message).command
             match command:
@@ -181,7 +181,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def _told_by_thread(_kind: type[T]) -> tuple[asyncio.Future[T], Callable[[T], object]]:
-    """What another thread is going to tell, and how it does; late words are dropped."""
+    """Make a future, and a function by which another thread sets it; late values are dropped."""
     loop = asyncio.get_running_loop()
     told: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""The decode side's account of announced pages: are they complete, and which are to be read."""
+"""The decode side's account of announced pages: whether they are complete, and which to read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvrelay.wire.hand_over import PagePlace, PageRun
 
 
 class AnnouncedPages:
-    """What was announced of one prompt.
+    """The announced pages of one prompt.
 
-    A pool without a window is announced from its first page on, each page once. A window's
-    pages come all at once, with the last announcement.
+    A pool without a window is announced from its first page on, each page once. A window's pages
+    come all at once, with the last announcement.
 
     Args:
         prompt_pages: pages of the whole prompt.
         windowed: for each pool, whether its layers have a sliding window.
-        missing: for each pool the first page that is to be read; those before it are here.
+        missing: for each pool the first page to read; those before it are here.
     """
 
     def __init__(self, prompt_pages: int, windowed: Sequence[bool], missing: Sequence[int]) -> None:
@@ -25,18 +25,18 @@ class AnnouncedPages:
         self._windowed = windowed
         self._missing = missing
         self._num_announced = 0
-        """Pages at the start of every pool without a window."""
+        """The number of announced pages at the start of every pool without a window."""
         self._to_read: list[tuple[PageRun, ...]] = []
 
     def add(self, runs: Sequence[PageRun], *, last: bool) -> tuple[PageRun, ...]:
         """Take one announcement.
 
         Args:
-            runs: what is announced, one for each pool.
-            last: nothing will be announced after it.
+            runs: the announced pages, one run for each pool.
+            last: whether it is the last announcement.
 
         Returns:
-            what is to be read of it, a run for each pool.
+            The pages of it to read, a run for each pool.
 
         Raises:
             ProtocolError: pages are missing, named twice, or too many. Nothing has changed.

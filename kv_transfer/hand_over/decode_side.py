@@ -1,4 +1,4 @@
-"""The decode side of a hand-over: what to send, what to read, and when everything is here."""
+"""The decode side of a hand-over: what to send, what to read, and when all pages are here."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ class DecodeHandOver:
     ) -> None:
         self.state = DecodeState.OPEN
         self.begun = False
-        """The prefill side computes the prompt, or has announced some of it from its device."""
+        """Whether the prefill side computes the prompt, or has announced some of it from its
+        device."""
         self._was_held = False
         self._is_lent = False
         self.lent_differs = False
-        """What was lent is not what the prefill side has read: either may be wrong."""
+        """Whether the prefill side has read other bytes than were lent: either side's may be
+        wrong."""
         self.first_tokens: tuple[FirstToken, ...] = ()
-        """One for each output; empty until the last announcement."""
+        """The first token of each output; empty until the last announcement."""
         self.num_compared = 0
-        """Pages whose checksums were sent to the prefill side."""
+        """The number of pages whose checksums were sent to the prefill side."""
         self._choices = choices
         self._prompt_pages = prompt_pages
         self._windowed = windowed
@@ -55,7 +57,7 @@ class DecodeHandOver:
 
     @property
     def has_read(self) -> bool:
-        """Everything is announced, and every read has ended well."""
+        """Whether all pages are announced, and every read has ended well."""
         return self.state is DecodeState.ANNOUNCED and not self._reads_running
 
     @property
@@ -64,16 +66,16 @@ class DecodeHandOver:
         return self._announced.places
 
     def on_ask(self) -> None:
-        """The prefill side is ready for this request."""
+        """Note that the prefill side is ready for this request."""
         self._step("ask")
 
     @property
     def is_held(self) -> bool:
-        """The prefill side was told that the grant waits, and has not got it."""
+        """Whether the prefill side was told that the grant waits, and has not got the grant yet."""
         return self._was_held and self.state is DecodeState.ASKED
 
     def hold(self) -> Held | None:
-        """Tell the prefill side that the grant waits for another request; once."""
+        """Make the message that the grant waits for another request; None after the first time."""
         self._step("hold")
         told, self._was_held = self._was_held, True
         return None if told else Held()
@@ -81,12 +83,12 @@ class DecodeHandOver:
     def grant(
         self, missing: Sequence[int], history: History | None = None, *, reads_host: bool = True
     ) -> Grant:
-        """Tell the prefill side that the whole prompt is reserved here.
+        """Make the grant: the whole prompt is reserved here.
 
         Args:
-            missing: for each pool the first page that is to be read.
-            history: what the prefill side may read from here.
-            reads_host: pages of the prefill side's host may be announced.
+            missing: for each pool the first page to read.
+            history: the pages that the prefill side may read from here.
+            reads_host: whether pages of the prefill side's host may be announced.
         """
         self._step("grant")
         self._announced = AnnouncedPages(self._prompt_pages, self._windowed, missing)
@@ -99,9 +101,9 @@ class DecodeHandOver:
         return self._is_lent and self.state is DecodeState.GRANTED and not self.begun
 
     def on_loaded(self, message: Done) -> Released | None:
-        """The prefill side has read what it was lent. Returns the verdict, which is this side's.
+        """Note that the prefill side has read the lent pages. Returns this side's verdict.
 
-        `None` if the message has checksums: compare them and call `on_load_verified`.
+        Returns `None` if the message has checksums: compare them and call `on_load_verified`.
         """
         if not self.is_lent:
             raise ProtocolError("pages were read that are not lent")
@@ -112,7 +114,7 @@ class DecodeHandOver:
         return Released(valid=True)
 
     def on_load_verified(self, mismatches: int) -> Released:
-        """The prefill side's checksums were compared. Returns the verdict.
+        """Note that the prefill side's checksums were compared. Returns the verdict.
 
         Args:
             mismatches: pages whose sums differ.
@@ -121,7 +123,7 @@ class DecodeHandOver:
         return Released(valid=not mismatches, mismatches=mismatches)
 
     def on_begun(self) -> None:
-        """The prefill side computes the prompt's first chunk."""
+        """Note that the prefill side computes the prompt's first chunk."""
         self._step("begun")
         self.begun = True
 
@@ -129,11 +131,11 @@ class DecodeHandOver:
         """Check an announcement.
 
         Returns:
-            what is to be read of it, a run for each pool. Unless all are empty, one read
-            fetches them together, and `on_read` follows.
+            The pages of it to read, a run for each pool. Unless all are empty, one read fetches
+            them together, and `on_read` follows.
 
         Raises:
-            ProtocolError: its pages or tokens are not those that have to come now.
+            ProtocolError: its pages or tokens are not the next ones that must come.
         """
         last = bool(message.first_tokens)
         if last and message.from_host:
@@ -150,14 +152,14 @@ class DecodeHandOver:
         return to_read
 
     def on_read(self) -> None:
-        """One read has ended well."""
+        """Note that one read has ended well."""
         self._reads_running -= 1
 
     def done(self, sums: Sequence[PageSum] = ()) -> Done:
-        """Tell the prefill side that everything was read. Call it once `has_read` is true.
+        """Make the message that all pages were read. Call it once `has_read` is true.
 
         Args:
-            sums: checksums of the pages that are to be compared.
+            sums: checksums of the pages to compare.
         """
         assert self.has_read, f"done while {self.state.name}"
         self._step("done")
@@ -165,7 +167,7 @@ class DecodeHandOver:
         return Done(tuple(sums))
 
     def on_released(self, message: Released) -> bool:
-        """The prefill side has answered `Done`. Returns whether the pages may be used."""
+        """Take the prefill side's answer to `Done`. Returns whether the pages may be used."""
         self._step("released" if message.valid else "released_as_invalid")
         return message.valid
 

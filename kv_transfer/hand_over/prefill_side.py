@@ -37,14 +37,15 @@ class PrefillHandOver:
         self._has_begun = False
         self._may_announce_host = False
         self.is_held = False
-        """The decode side has let the request wait for another one, and has not granted it yet.
+        """Whether the decode side lets the request wait for another one, and has not granted it
+        yet.
 
-        It does not tell when that wait is over and the request waits for memory.
+        The decode side does not say when that wait is over and the request waits for memory.
         """
 
     @property
     def announced_pages(self) -> int:
-        """Whole pages at the prompt's start that were announced before the last chunk's."""
+        """The number of whole pages at the prompt's start that were announced so far."""
         return self._announced_pages
 
     @property
@@ -55,52 +56,52 @@ class PrefillHandOver:
 
     @property
     def is_announced(self) -> bool:
-        """The decode side has all that it needs to go on, but for the verdict."""
+        """Whether the decode side has all that it needs to go on, except the verdict."""
         return self.state in (PrefillState.ANNOUNCED, PrefillState.VERIFYING)
 
     def ask(self) -> Ask:
-        """Ask for the decode side's grant."""
+        """Make the message that asks for the decode side's grant."""
         self._step("ask")
         return Ask()
 
     def on_held(self) -> None:
-        """The decode side lets the request wait for another one, and grants it later."""
+        """Note that the decode side lets the request wait for another one, and grants it later."""
         self._step("held")
         self.is_held = True
 
     def on_grant(self, message: Grant) -> None:
-        """The decode side has reserved the prompt."""
+        """Note that the decode side has reserved the prompt."""
         self._step("grant")
         self.is_held = False
         self._may_announce_host = message.reads_host
 
     def load(self) -> None:
-        """What the decode side has of the prompt is being read; nothing was announced yet."""
+        """Note that the decode side's part of the prompt is being read, before any announcement."""
         assert not self._announced_pages, "what is announced cannot be read"
         self._step("load")
 
     def loaded(self, sums: Sequence[PageSum] = ()) -> Done:
-        """Tell the decode side that it was read.
+        """Make the message that the decode side's part was read.
 
         Args:
-            sums: checksums of the pages that are to be compared.
+            sums: checksums of the pages to compare.
         """
         self._step("loaded")
         return Done(tuple(sums))
 
     def on_load_released(self, message: Released) -> bool:
-        """The decode side has answered. Returns whether what was read may be used."""
+        """Take the decode side's answer. Returns whether the pages that were read may be used."""
         self._step("load_released" if message.valid else "load_released_as_invalid")
         return message.valid
 
     def begin(self) -> Begun | None:
-        """The first chunk is being computed. `None` if the decode side knows, or may guess."""
+        """Make the message that the first chunk is computed. `None` if the decode side knows it."""
         self._step("begin")
         known, self._has_begun = self._has_begun, True
         return None if known else Begun()
 
     def announce(self, tables: Sequence[Sequence[int]], written_pages: int) -> Announce | None:
-        """Announce the written pages that were not announced before; `None` if there are none.
+        """Announce written pages that were not announced yet. Returns `None` if there are none.
 
         Args:
             tables: the page table of each pool.
@@ -116,7 +117,7 @@ class PrefillHandOver:
     def announce_host(self, page_ids: Sequence[int]) -> Announce:
         """Announce the next whole pages, which lie in the host's pools.
 
-        Those of windows come with the last announcement, as always.
+        Pages of windows come with the last announcement, as always.
 
         Args:
             page_ids: the same in each of the host's pools; at least one. They are held until the
@@ -127,7 +128,7 @@ class PrefillHandOver:
         return Announce(self._runs([page_ids] * len(self._windowed)), from_host=True)
 
     def _runs(self, page_ids: Sequence[Sequence[int]]) -> tuple[PageRun, ...]:
-        """The next pages of each pool without a window; those are announced now."""
+        """Make runs of the next pages of pools without a window, and count them as announced."""
         first = self._announced_pages
         runs = tuple(
             PageRun(0) if windowed else PageRun(first, tuple(ids))
@@ -158,9 +159,9 @@ class PrefillHandOver:
         return Announce(tuple(runs), tuple(first_tokens))
 
     def on_done(self, message: Done) -> Released | None:
-        """The decode side has read everything. Returns the verdict, which is this side's.
+        """Note that the decode side has read everything. Returns this side's verdict.
 
-        `None` if the message has checksums: compare them and call `on_verified`.
+        Returns `None` if the message has checksums: compare them and call `on_verified`.
         """
         if message.sums:
             self._step("done_with_sums")
@@ -169,7 +170,7 @@ class PrefillHandOver:
         return Released(valid=True)
 
     def on_verified(self, mismatches: int) -> Released:
-        """The decode side's checksums were compared. Returns the verdict.
+        """Note that the decode side's checksums were compared. Returns the verdict.
 
         Args:
             mismatches: pages whose sums differ.
@@ -178,7 +179,7 @@ class PrefillHandOver:
         return Released(valid=not mismatches, mismatches=mismatches)
 
     def end(self, reason: HandOverEnd, detail: str = "") -> Ended | None:
-        """Leave early. Returns what to tell the decode side, `None` if it waits for nothing."""
+        """Leave early. Returns the message for the decode side, `None` if it waits for nothing."""
         if self.state not in PREFILL_STEPS["end"]:
             return None
         self._step("end")

@@ -1,8 +1,8 @@
-"""Numbers on hand-over messages, by which a lost or a repeated one is noticed.
+"""Numbers on hand-over messages, by which lost and repeated ones are noticed.
 
 Each side numbers its messages from 1 on. Now and then the decode side sends a `Heartbeat`, which
-the prefill side answers. It bears the number of the message before, so that a last message that
-was lost is noticed, too, and so is a peer that does not answer any more.
+the prefill side answers. It carries the number of the previous message. So a lost last message is
+noticed, too, and so is a peer that no longer answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MessageT = TypeVar("MessageT")
 
 
 class Sequencer:
-    """Numbers the messages that one side sends on a stream, and checks those that it receives.
+    """The numbers of the messages that one side sends and receives on a stream.
 
     Args:
         now: when the stream was opened, by the caller's clock, in seconds.
@@ -24,18 +24,19 @@ class Sequencer:
 
     def __init__(self, now: float) -> None:
         self.heard_at = now
-        """When the last message arrived, or the stream was opened; by the caller's clock."""
+        """The moment when the last message arrived, or the stream was opened; by the caller's
+        clock."""
         self._sent = 0
         self._received = 0
 
     def number(self, message: MessageT) -> Sequenced[MessageT]:
-        """Give a message that is about to be sent its number."""
+        """Number a message that is about to be sent."""
         if not isinstance(message, Heartbeat):
             self._sent += 1
         return Sequenced(self._sent, message)
 
     def accept(self, sequenced: Sequenced[object], now: float) -> bool:
-        """Check a received message's number. False: the message is a duplicate, drop it.
+        """Check a received message's number. Returns False for a duplicate, which must be dropped.
 
         Raises:
             ProtocolError: an earlier message was lost. It will not arrive any more, because a

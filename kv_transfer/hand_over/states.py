@@ -20,8 +20,8 @@ announced untouched exactly while the stream lives.
     VERIFYING                                               (only if there are sums)
     RELEASED   --- Released(valid) ------------>  VALID     (may be activated)
 
-The history is what the decode side has of a session's turn (`docs/architecture/sessions.md`): the
-grant lends it, and the hand-over goes the other way first, with the same words.
+The history is the decode side's part of a session's turn (`docs/architecture/sessions.md`). The
+grant lends it, and the hand-over goes the other way first, with the same messages.
 
 `Held` comes only if the grant has to wait for the prefix of another request, `Begun` only if
 nothing was announced before.
@@ -43,26 +43,26 @@ from kvrelay.kv_transfer.errors import ProtocolError
 
 
 class PrefillState(Enum):
-    """Where the prefill side is."""
+    """The state of the prefill side."""
 
     QUEUED = auto()
-    """Not yet next to run."""
+    """The request waits for its turn."""
     ASKED = auto()
-    """Waits for the decode side's memory."""
+    """The request waits for the decode side's memory."""
     GRANTED = auto()
-    """May compute and announce."""
+    """The request may compute and announce."""
     LOADING = auto()
-    """Reads what the decode side has of the prompt."""
+    """A read of the decode side's part of the prompt is running."""
     LOADED = auto()
-    """Has read it; waits for the verdict."""
+    """The read has ended; the verdict is awaited."""
     ANNOUNCED = auto()
-    """Everything is announced; the decode side reads."""
+    """All pages are announced; the decode side reads."""
     VERIFYING = auto()
-    """The decode side has read; what it read is compared."""
+    """The decode side has read; checksums are compared."""
     RELEASED = auto()
     """The decode side needs nothing more from here."""
     ENDED = auto()
-    """Left early."""
+    """The prefill side has left early."""
 
 
 PREFILL_STEPS: Final = {
@@ -86,20 +86,20 @@ PREFILL_STEPS: Final = {
 
 
 class DecodeState(Enum):
-    """Where the decode side is."""
+    """The state of the decode side."""
 
     OPEN = auto()
-    """Waits for the prefill side's turn."""
+    """The request waits for the prefill side's turn."""
     ASKED = auto()
-    """Is asked to reserve the prompt."""
+    """The prefill side has asked to reserve the prompt."""
     GRANTED = auto()
-    """Reads what is announced."""
+    """The prompt is reserved; announced pages are read."""
     ANNOUNCED = auto()
-    """Everything is announced; reads are running."""
+    """All pages are announced; reads are running."""
     READ = auto()
-    """Every read ended well; waits for the verdict."""
+    """Every read ended well; the verdict is awaited."""
     VALID = auto()
-    """The pages are what they should be."""
+    """The pages are known to be right."""
 
 
 DECODE_STEPS: Final = {
@@ -119,7 +119,7 @@ StateT = TypeVar("StateT", PrefillState, DecodeState)
 
 
 def next_state(steps: Mapping[str, Mapping[StateT, StateT]], step: str, state: StateT) -> StateT:
-    """The state that a step of a table leads to from `state`.
+    """Find the state that a step of a table leads to from `state`.
 
     Raises:
         ProtocolError: the step cannot be taken from there.

@@ -1,4 +1,4 @@
-"""What the host tier has ordered: pages of a prefix that come back, and pages that go there."""
+"""The copies that the host tier has ordered: to the host, and back to the device."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from kvrelay.wire.page_hash import HASH_BYTES
 
 
 class PageBytes:
-    """How many bytes pages have that are copied.
+    """The number of bytes of pages that are copied.
 
     Args:
-        by_pool: of one page in each pool of the device.
+        by_pool: the bytes of one page in each pool of the device.
         windowed: for each pool, whether its layers have a window.
     """
 
     def __init__(self, by_pool: Sequence[int], windowed: Sequence[bool]) -> None:
         self.by_pool = tuple(by_pool)
         self.whole = sum(by_pool)
-        """Of one page in all pools."""
+        """The bytes of one page in all pools."""
         pools = zip(by_pool, windowed, strict=True)
         self._full = sum(nbytes for nbytes, has_window in pools if not has_window)
 
     def pages_within(self, nbytes: int, without_parts: int) -> int:
-        """How many neighbours have so many bytes at most, but at least one.
+        """Count the pages in a row that have `nbytes` at most, but at least one.
 
         Args:
             nbytes: in all.
-            without_parts: how many of the first ones have no parts of windows.
+            without_parts: how many of the first pages have no parts of windows.
         """
         left = nbytes - without_parts * self._full
         if left < 0:
@@ -47,45 +47,46 @@ class PageBytes:
         return max(1, without_parts + left // self.whole)
 
     def of(self, pages: int, parts: Mapping[int, int]) -> int:
-        """Of so many pages, of which windows' pools have so many parts each."""
+        """Compute the bytes of `pages` pages with `parts` parts in each window's pool."""
         return pages * self._full + sum(self.by_pool[pool] * n for pool, n in parts.items())
 
 
 @dataclass(frozen=True, slots=True)
 class HostPrefix:
-    """What the host has of a prompt beyond what the device has, so that it can be continued."""
+    """The host's part of a prompt beyond the device's, so that it can be continued."""
 
     token_ids: TokenIds
-    """From the first one to the end of `pages`."""
+    """The prompt's tokens from the first one to the end of `pages`."""
     namespace: str
     first_page: int
-    """Where `pages` begin."""
+    """The place of the first of `pages` in the prompt."""
     pages: tuple[HostPage, ...]
     parts: Mapping[int, tuple[HostPart, ...]]
-    """By the pool's number those of the last pages that a token behind them sees of a window."""
+    """The parts of each window's pool, by its number, of the last pages that the next token
+    sees."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of `pages`."""
+        """The number of tokens in `pages`."""
         return len(self.token_ids) // (self.first_page + len(self.pages)) * len(self.pages)
 
     @property
     def num_without_parts(self) -> int:
-        """How many of `pages`, the first ones, no window is seen of."""
+        """The number of the first of `pages` that no window sees."""
         return len(self.pages) - max([len(parts) for parts in self.parts.values()], default=0)
 
     def parts_of(self, pool: int, first: int, number: int) -> tuple[HostPart, ...]:
-        """A window's parts of so many of `pages`, from one of them on."""
+        """Get a window's parts of `number` of `pages`, from the `first` on."""
         parts = self.parts[pool]
         before = len(self.pages) - len(parts)
         return parts[max(0, first - before) : max(0, first + number - before)]
 
     def num_parts(self, first: int, number: int) -> dict[int, int]:
-        """How many parts so many of `pages` have in each window's pool, from one of them on."""
+        """Count the parts in each window's pool of `number` of `pages`, from the `first` on."""
         return {pool: len(self.parts_of(pool, first, number)) for pool in self.parts}
 
     def brings(self, other: HostPrefix) -> bool:
-        """Whether another one can be continued on the device when this one has come."""
+        """Whether another prefix can be continued on the device once this one has come."""
         pages, parts = self.pages[: len(other.pages)], self.parts
         return pages == other.pages and all(
             parts[pool][: len(theirs)] == theirs for pool, theirs in other.parts.items()
@@ -94,48 +95,48 @@ class HostPrefix:
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Pages that come back from the host."""
+    """The pages of a prefix that come back from the host."""
 
     prefix: HostPrefix
     lease: Lease
     num_done: int = 0
-    """Pages that have come, the first ones."""
+    """The number of pages that have come, the first ones."""
     num_moving: int = 0
-    """Pages after those, which the copy that runs brings."""
+    """The number of pages after those, which the running copy brings."""
     given_up: bool = False
-    """No further copy begins."""
+    """Whether it was given up: no further copy begins."""
     ended_at: float | None = None
-    """When it ended, by the cache's clock: the prefix index has what has come."""
+    """The moment when it ended, by the cache's clock; the prefix index has the pages that came."""
 
     @property
     def ended(self) -> bool:
-        """Whether no more comes."""
+        """Whether no more pages come."""
         return self.ended_at is not None
 
 
 @dataclass(frozen=True, slots=True)
 class HostWrite:
-    """Pages that go to the host, and parts of windows: of them, or of pages that are there."""
+    """Pages that go to the host, and parts of windows, of these or of pages there already."""
 
     node: RadixNode
-    """That has them, and those before them."""
+    """The node that has them and the pages before them."""
     pages: list[HostPage]
     parts: Mapping[int, list[HostPart]]
-    """By the pool's number."""
+    """The parts, by the pool's number."""
     device_pages: tuple[Pages, ...]
-    """For each pool where `pages` are, or the `parts` of it."""
+    """For each pool the device pages of `pages`, or of its `parts`."""
     times_allocated: tuple[npt.NDArray[np.uint32], ...]
-    """Of each device page, when the copy began."""
+    """How often each device page had been handed out when the copy began."""
     nbytes: int
-    """That are copied."""
+    """The bytes that are copied."""
 
 
 class CopyOrders:
-    """Orders copies of a stream, each by a number that no other ever has.
+    """The orders of copies to a stream, each with a unique number.
 
     Args:
         stream: copies.
-        pools: the numbers of the device's.
+        pools: the numbers of the device's pools.
     """
 
     def __init__(self, stream: CopyStream, pools: Sequence[int]) -> None:
@@ -150,10 +151,10 @@ class CopyOrders:
         pages: Sequence[HostPage],
         parts: Mapping[int, Sequence[HostPart]],
     ) -> int:
-        """Order a copy; returns its number, which its end names.
+        """Order a copy. Returns its number, which its end names.
 
         Args:
-            to_host: else back.
+            to_host: whether to the host, or else back.
             device_pages: for each pool; as many as `pages`, or as its `parts`.
             pages: of the host.
             parts: of these, by the number of the window's pool.
@@ -169,10 +170,10 @@ class CopyOrders:
 
 
 def num_pages(kv_cache: KVCacheManager, by_pool: Sequence[int]) -> int:
-    """Pages that the host has room for, if its pools have so many each.
+    """Count the pages that the host has room for, if its pools have `by_pool` pages.
 
-    If every pool has a window a page itself takes no room: so many are kept as prompts have whose
-    ends fill the windows.
+    If every pool has a window, a page itself takes no room. Then as many are kept as the prompts
+    have whose ends fill the windows.
     """
     shape = kv_cache.shape
     for pages, has_window in zip(by_pool, shape.windowed, strict=True):
@@ -185,21 +186,21 @@ def num_pages(kv_cache: KVCacheManager, by_pool: Sequence[int]) -> int:
 
 
 def pages_of(node: RadixNode, pool: int) -> Pages:
-    """The pages of a node that is found; `NO_PAGE` for each if a window has passed them."""
+    """Get the pages of a node that is found; `NO_PAGE` for each if a window has passed them."""
     pages = node.pages[pool]
     return np.full(len(node.hashes) // HASH_BYTES, NO_PAGE, np.int32) if pages is None else pages
 
 
 def token_bytes(token_ids: TokenIds) -> bytes:
-    """Four bytes a token, the lowest first."""
+    """Convert tokens to bytes, four for each, the lowest first."""
     return np.ascontiguousarray(token_ids, "<i4").tobytes()
 
 
 def split(joined: bytes, size: int) -> list[bytes]:
-    """The whole pieces of `size` bytes."""
+    """Split into whole pieces of `size` bytes."""
     return [joined[at : at + size] for at in range(0, len(joined) - size + 1, size)]
 
 
 def split_tokens(token_ids: TokenIds, page_size: int) -> list[bytes]:
-    """The tokens of each whole page, four bytes each."""
+    """Split into the tokens of each whole page, four bytes each."""
     return split(token_bytes(token_ids), 4 * page_size)

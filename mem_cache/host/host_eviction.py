@@ -1,4 +1,4 @@
-"""Which page of the host pool is evicted next."""
+"""The order in which pages of the host pool are evicted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Generic, Protocol, TypeVar
 
 
 class EvictablePage(Protocol):
-    """A page, as far as it is known here."""
+    """An interface to a page for the eviction queue."""
 
     used: int
-    """When it was last used; no two pages at once."""
+    """The number of its last use; no two pages have the same."""
     is_queued: bool
-    """Written by the queue alone."""
+    """Whether the queue has it; written by the queue alone."""
 
     @property
     def may_go(self) -> bool:
@@ -26,8 +26,9 @@ _Page = TypeVar("_Page", bound=EvictablePage)
 class HostEvictionQueue(Generic[_Page]):
     """The pages that may be evicted, by their last use. One entry a page.
 
-    Who makes a page evictable pushes it. An entry that is out of date is dropped, or put where it
-    belongs, when its turn comes: what may not go is not looked at again for each page that does.
+    The code that makes a page evictable pushes it. An outdated entry is dropped, or moved to its
+    place, when its turn comes. So a page that may not go is not examined again for each page that
+    goes.
     """
 
     def __init__(self) -> None:
@@ -46,9 +47,9 @@ class HostEvictionQueue(Generic[_Page]):
         heapq.heappush(self._queue, (page.used, self._tie, page))
 
     def pop(self) -> _Page | None:
-        """Take out the least recently used page of those that may be evicted; None: there is none.
+        """Take the least recently used page that may be evicted. Returns None if there is none.
 
-        Push it again if it stays.
+        Push the page again if it stays.
         """
         while self._queue:
             used, _, page = heapq.heappop(self._queue)
@@ -59,7 +60,7 @@ class HostEvictionQueue(Generic[_Page]):
         return None
 
     def _drop_others(self) -> None:
-        """Drop the entries of pages that may not go: what is forgotten leaves its entry here."""
+        """Drop the entries of pages that may not go. Forgotten pages leave their entries here."""
         for _, _, page in self._queue:
             page.is_queued = page.may_go
         self._queue = [entry for entry in self._queue if entry[2].is_queued]

@@ -1,10 +1,11 @@
-"""What comes back from the host: prefixes that the device has evicted, by loads.
+"""The loads that bring prefixes back from the host after the device has evicted them.
 
-Bringing back takes memory as a request does: a lease, on what the index has of the prefix and on
-pages for what it lacks. Those are written by the copies, published when the last has ended, and the
-lease is released. Nobody holds them then: who wants the prefix finds it in the index. Of a window
-only those pages come that a continuation sees: the lease is slid before it grows. So such a prefix
-comes as a whole, or not at all.
+A load takes memory as a request does. It has a lease on the index's pages of the prefix, and on new
+pages for the others. Copies write the new pages. They are published when the last copy has ended,
+and the lease is released. After that no lease holds them; requests find them in the index.
+
+Of a window only the pages that a continuation sees come back: the lease is slid before it grows. So
+such a prefix comes as a whole, or not at all.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.wire.page_hash import HASH_BYTES
 
 LOAD_BYTES: Final = 4 << 20
-"""One copy back has no more: a load that is given up ends with the copy that runs."""
+"""The most bytes of one copy back: a load that is given up ends with its running copy."""
 
 
 class HostLoads:
-    """Finds prefixes in the host pool and brings them back to the device.
+    """The loads of prefixes from the host pool to the device.
 
     Args:
         kv_cache: of the device.
         pages: the account of the host pool.
         orders: orders the copies.
-        nbytes: of pages.
+        nbytes: the bytes of pages.
         counts: of the tier; changed here as loads end.
         speed: of copies from the host, when the worker began.
     """
@@ -57,7 +58,7 @@ class HostLoads:
         speed: TierSpeed,
     ) -> None:
         self.speed = speed
-        """Of copies from the host, as far as it is known."""
+        """The speed of copies from the host, as far as it is known."""
         self._kv_cache = kv_cache
         self._pages = pages
         self._orders = orders
@@ -68,12 +69,12 @@ class HostLoads:
         self._running: dict[int, Load] = {}
 
     def find(self, token_ids: TokenIds, namespace: str, keys: bytes) -> HostPrefix | None:
-        """What the host has of `token_ids` beyond what the device has; None: nothing.
+        """Find the host's part of `token_ids` beyond the device's. Returns None if there is none.
 
         Args:
-            token_ids: that may come from a cache.
+            token_ids: those that may come from a cache.
             namespace: see `PrefixIndex`.
-            keys: what `HostTier.hash` says of these.
+            keys: their hashes, from `HostTier.hash`.
         """
         size = self._kv_cache.shape.page_size
         first = self._kv_cache.count_cached(token_ids, namespace) // size
@@ -90,7 +91,7 @@ class HostLoads:
         return HostPrefix(token_ids, namespace, first, pages, parts)
 
     def load(self, prefix: HostPrefix, headroom: Sequence[int] | None) -> Load | None:
-        """Bring a prefix back, by a load that runs if one brings all of it; `None`: no room.
+        """Bring a prefix back, or join a load that does. Returns `None` if there is no room.
 
         Args:
             prefix: found just now.
@@ -125,7 +126,7 @@ class HostLoads:
         return load
 
     def give_up(self, load: Load) -> None:
-        """Bring no more of a load: its memory is needed. What the running copy brings is kept."""
+        """Stop a load, because its memory is needed. Pages of the running copy are kept."""
         load.given_up = True
         self._counts.late_loads += 1
 
@@ -139,11 +140,11 @@ class HostLoads:
         return nbytes
 
     def num_pages(self, pool: int) -> int:
-        """Pages of one of the device's pools that loads write."""
+        """Count the pages of one of the device's pools that loads write."""
         return sum([len(load.lease.own_pages(pool)) for load in self._running.values()])
 
     def finish(self, ended: CopyEnded) -> None:
-        """A copy has ended. One that is none of these is ignored."""
+        """Take the end of a copy. Unknown ones are ignored."""
         load = self._running.pop(ended.operation, None)
         if load is not None:
             self._end_copy(load, ended)
@@ -180,7 +181,7 @@ class HostLoads:
     def _end(self, load: Load, num_valid: int) -> None:
         """Publish the pages that have come and were not forgotten, and free the others.
 
-        None if a window has not come that is seen behind them.
+        None is published if a window that is seen behind them has not come.
         """
         load.ended_at = self._kv_cache.clock()
         prefix = load.prefix

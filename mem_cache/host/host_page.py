@@ -1,4 +1,4 @@
-"""One page of the host pool, and its part in a window's pool there: what each knows of itself."""
+"""The states of one page of the host pool, and of its part in a window's pool there."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from enum import Enum, auto
 
 
 class HostPageState(Enum):
-    """Where a page is in its life."""
+    """The state of a page."""
 
     WRITING = auto()
-    """A copy writes it; nobody finds it."""
+    """A copy writes the page; it is not found yet."""
     CACHED = auto()
-    """It is found. Copies and peers may read it, as many as `pins` says."""
+    """The page is found. Copies and peers may read it, as counted by `pins`."""
     GONE = auto()
-    """Nobody finds it; it is free once its copies, and the streams of its readers, have ended."""
+    """The page is no longer found; it is free once its copies, and its readers' streams, have
+    ended."""
 
 
 class HostPage:
-    """One page of the host pool, with what it holds.
+    """One page of the host pool, with its identity and its links.
 
     Args:
         key: its page hash.
         tokens: its own, four bytes each: a hit compares them.
-        place: among the pages of its prompt, from 0.
+        place: its place among the pages of its prompt, from 0.
         slot: its number in the host's pools without a window.
         parent: the page before; None: it is the first.
     """
@@ -43,32 +44,32 @@ class HostPage:
         self.parent = parent
         self.state = HostPageState.WRITING
         self.pins = 0
-        """Copies that read it, and streams whose decode workers may."""
+        """The number of copies that read it, and of streams whose decode workers may."""
         self.stored = False
-        """The tier below has it, or is about to; a hint."""
+        """Whether the tier below has it, or is about to; a hint."""
         self.children: set[HostPage] = set()
-        """The pages that continue it, of those that are here."""
+        """The pages here that continue it."""
         self.used = 0
-        """When it was last used; see `EvictablePage`."""
+        """The number of its last use; see `EvictablePage`."""
         self.is_queued = False
         self.parts: dict[int, HostPart] = {}
-        """By the pool's number its parts in windows' pools, as far as it has them; those that are
-        being written, too. Changed by `HostWindow` alone."""
+        """Its parts in windows' pools, by the pool's number, including those that are being
+        written. Changed by `HostWindow` alone."""
 
     @property
     def may_go(self) -> bool:
-        """Whether it may be evicted: nobody reads or continues it."""
+        """Whether it may be evicted: nothing reads or continues it."""
         return not self.children and not self.pins and self.state is HostPageState.CACHED
 
     def path(self) -> Iterator[HostPage]:
-        """This page and those before it."""
+        """Yield this page and those before it."""
         page: HostPage | None = self
         while page is not None:
             yield page
             page = page.parent
 
     def subtree(self) -> Iterator[HostPage]:
-        """This page and all that continue it."""
+        """Yield this page and all that continue it."""
         todo = [self]
         while todo:
             page = todo.pop()
@@ -77,12 +78,13 @@ class HostPage:
 
 
 class HostPart:
-    """What one page holds in a window's pool.
+    """The part of one page in a window's pool.
 
-    It has the states of a page: WRITING, then CACHED, and GONE with its page, or evicted by itself.
+    It has the states of a page: WRITING, then CACHED. It becomes GONE with its page, or by its own
+    eviction.
 
     Args:
-        page: whose it is.
+        page: the page that it belongs to.
         slot: its number in the host's pool for that window.
     """
 
@@ -93,12 +95,12 @@ class HostPart:
         self.slot = slot
         self.state = HostPageState.WRITING
         self.pins = 0
-        """Copies that read it."""
+        """The number of copies that read it."""
         self.used = 0
-        """When it was last used; see `EvictablePage`."""
+        """The number of its last use; see `EvictablePage`."""
         self.is_queued = False
 
     @property
     def may_go(self) -> bool:
-        """Whether it may be evicted: nobody reads it."""
+        """Whether it may be evicted: nothing reads it."""
         return not self.pins and self.state is HostPageState.CACHED

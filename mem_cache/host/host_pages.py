@@ -1,11 +1,12 @@
-"""The pages of the host pool: who owns each, and by which hash it is found.
+"""The pages of the host pool: the owner of each, and the hash by which it is found.
 
-A page here holds what one page holds in every pool of the device without a window together, and has
-the same number in each of the host's pools for them. It is named by its page hash
-(`wire/page_hash.py`), and is kept only as long as the page before it is: so what is found begins
-with a prompt's first page, and what was forgotten takes along all that continues it. What it holds
-in a window's pool has an account of its own (`host_windows.py`), and goes with it at the
-latest. The life of its slot is told in `host_slots.py`.
+A page here holds one page's KV of all the device's pools without a window. It has the same number
+in each of the host's pools for them. It is named by its page hash (`wire/page_hash.py`), and is
+kept only as long as the page before it.
+
+So the pages found begin with a prompt's first page, and a forgotten page takes all that continue it
+along. Its KV in a window's pool has an account of its own (`host_windows.py`), and goes with it at
+the latest. `host_slots.py` has the life of its slot.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ HOST = "host"
 
 
 class HostPages:
-    """The account of the host pool. The engine thread alone calls it.
+    """The account of the host pool. Only the engine thread calls it.
 
     Args:
         total: pages.
         page_size: tokens a page.
-        on_found: called with a page that is found from now on (True), or no more (False).
+        on_found: called with a page that is found from now on (True), or no longer (False).
         windows: the accounts of windows' pools, by the numbers of the device's.
     """
 
@@ -45,9 +46,9 @@ class HostPages:
         self.windows = windows
         """The accounts of windows' pools, by the numbers of the device's."""
         self.evicted = 0
-        """Pages that were evicted to make room, so far."""
+        """The number of pages that were evicted to make room, so far."""
         self.version = 0
-        """Higher than before if something more can be found."""
+        """A number that rises when something more can be found."""
         self._slots: HostSlots[HostPage] = HostSlots(HOST, total, page_size)
         self._on_found = on_found
         # By the last use, the oldest first. A page was used after all that continue it.
@@ -56,28 +57,28 @@ class HostPages:
 
     @property
     def total(self) -> int:
-        """Pages of the pool."""
+        """The number of pages of the pool."""
         return self._slots.total
 
     def __iter__(self) -> Iterator[HostPage]:
-        """All pages that can be found."""
+        """Iterate over all pages that can be found."""
         return (page for page in self._pages.values() if page.state is HostPageState.CACHED)
 
     # Finding
 
     def get(self, key: bytes) -> HostPage | None:
-        """The page of this hash, if it is here, or being written."""
+        """Get the page of this hash, if it is here, or being written."""
         return self._pages.get(key)
 
     def num_known(self, keys: Sequence[bytes]) -> int:
-        """How many of a prompt's first pages are here, or being written."""
+        """Count the first pages of a prompt that are here, or being written."""
         for number, key in enumerate(keys):
             if key not in self._pages:
                 return number
         return len(keys)
 
     def find(self, keys: Sequence[bytes], tokens: Sequence[bytes]) -> list[HostPage]:
-        """The longest row of neighbours that can be read, of those named, from the first on."""
+        """Find the longest row of named pages that can be read, from the first on."""
         found: list[HostPage] = []
         for key, own in zip(keys, tokens, strict=True):
             page = self._pages.get(key)
@@ -89,12 +90,12 @@ class HostPages:
         return found
 
     def num_continuable(self, row: Sequence[HostPage]) -> int:
-        """How many pages of a row can be continued behind: what is seen there of windows is here.
+        """Count the pages of a row after which a prompt can continue with all its windows' parts.
 
-        Looks at no more than a window of a row that can be continued at its end.
+        Examines no more than a window of a row that can be continued at its end.
 
         Args:
-            row: found just now; whoever asks has what is before its first page.
+            row: found just now; the caller has the pages before its first one.
         """
         end, windows = len(row), self.windows.values()
         longest = max([window.behind for window in windows], default=0)
@@ -109,7 +110,7 @@ class HostPages:
         return end
 
     def use(self, page: HostPage) -> None:
-        """A page, and those before it, were asked for, though the device may have them."""
+        """Note that a page and those before it were asked for, though the device may have them."""
         self._use(page)
 
     def _use(self, last: HostPage) -> None:
@@ -123,9 +124,9 @@ class HostPages:
     def reserve(
         self, before: bytes | None, keys: Sequence[bytes], tokens: Sequence[bytes], place: int
     ) -> list[HostPage]:
-        """Take pages for the neighbours named, the first ones if not all fit. Nobody finds them.
+        """Take pages for a row of hashes, the first ones if not all fit. They are not found yet.
 
-        Evicts what was used longest ago.
+        Evicts the least recently used pages.
 
         Args:
             before: the hash of the page before the first; it is here. None: there is none.
@@ -154,7 +155,7 @@ class HostPages:
         return taken
 
     def _evict(self, number: int, keep: HostPage | None) -> int:
-        """Evict up to `number` pages that nobody reads or continues; returns how many."""
+        """Evict up to `number` pages that nothing reads or continues. Returns how many."""
         evicted: list[HostPage] = []
         while len(evicted) < number and (page := self._slots.queue.pop()) is not None:
             if page is keep:
@@ -168,9 +169,9 @@ class HostPages:
         return len(evicted)
 
     def end_write(self, pages: Sequence[HostPage], num_valid: int) -> None:
-        """A copy has ended: let its first `num_valid` pages be found, and free the others.
+        """End a copy: let its first `num_valid` pages be found, and free the others.
 
-        Whatever was forgotten meanwhile is freed, not found.
+        Pages that were forgotten meanwhile are freed, not found.
         """
         valid = [page for page in pages[:num_valid] if page.state is HostPageState.WRITING]
         self._slots.end_write(valid)
@@ -182,29 +183,29 @@ class HostPages:
         self.version += 1
 
     def end_window_write(self, pool: int, parts: Sequence[HostPart], valid: Sequence[bool]) -> None:
-        """A copy has ended, and its pages were told to `end_write`: let its valid parts be read."""
+        """End a copy of parts, after `end_write` for its pages: let its valid parts be read."""
         self.windows[pool].end_write(parts, valid)
         self.version += 1
 
     # Reading
 
     def pin(self, pages: Iterable[HostPage]) -> None:
-        """A copy or a peer reads these pages from now on: they stay."""
+        """Note that a copy or a peer reads these pages, so that they stay."""
         self._slots.pin(pages)
 
     def unpin(self, pages: Iterable[HostPage]) -> None:
-        """End one `pin`; frees what was forgotten meanwhile, and is read by nobody else."""
+        """End one `pin`; frees pages that were forgotten meanwhile and have no other reader."""
         self._slots.unpin(pages)
 
     # Forgetting
 
     def forget(self, key: bytes) -> int:
-        """Let nobody find a page any more, nor what continues it; returns how many they are."""
+        """Make a page and its continuations unfindable. Returns how many they are."""
         page = self._pages.get(key)
         return 0 if page is None else self._remove_subtree(page)
 
     def _remove_subtree(self, top: HostPage) -> int:
-        """Take a page out, and what continues it. What copies use is freed when they end."""
+        """Take out a page and its continuations. Pages that copies use are freed when these end."""
         if top.state is HostPageState.GONE:
             return 0
         removed = list(top.subtree())
@@ -217,11 +218,11 @@ class HostPages:
     # Counts and checks
 
     def pool_counts(self) -> tuple[PoolCounts, ...]:
-        """The counts of the pool, and of each window's."""
+        """List the counts of the pool, and of each window's pool."""
         return (self.counts(), *(window.counts() for window in self.windows.values()))
 
     def counts(self) -> PoolCounts:
-        """How many pages are in each state."""
+        """Count the pages by state."""
         return self._slots.counts()
 
     def check(self) -> None:
@@ -231,7 +232,7 @@ class HostPages:
             window.check()
 
     def check_pages(self) -> None:
-        """`check`, and each page by itself. For tests and debugging.
+        """Run `check`, and check each page by itself. For tests and debugging.
 
         Raises:
             ConservationError: names the page.
@@ -247,7 +248,7 @@ class HostPages:
     # Inside
 
     def _take_out(self, page: HostPage) -> None:
-        """Let nobody find a page, nor its parts; its slot stays its owner's."""
+        """Make a page and its parts unfindable; its slot keeps its owner."""
         del self._pages[page.key]
         for pool, part in list(page.parts.items()):
             self.windows[pool].drop(part)
@@ -257,6 +258,6 @@ class HostPages:
             self._on_found(page, False)
 
     def _may_go_now(self, page: HostPage | None) -> None:
-        """What continued a page may be gone."""
+        """Queue a page for eviction, if it has no continuation any more."""
         if page is not None:
             self._slots.queue.push(page)

@@ -1,6 +1,6 @@
 """The slots of one pool of the host: who owns each, from its reservation to its end.
 
-What is in a slot, a page or a page's part of a window, goes one way::
+The content of a slot, a page or a page's part of a window, goes one way::
 
     FREE --reserve--> WRITING --end_write--> CACHED --drop--> FREE
                          |                      |
@@ -22,13 +22,13 @@ from kvrelay.wire.load import PoolCounts
 
 
 class InSlot(EvictablePage, Protocol):
-    """What is in a slot, as far as it is known here."""
+    """An interface to the content of a slot."""
 
     slot: int
     state: HostPageState
-    """Written by `HostSlots` alone."""
+    """The state; written by `HostSlots` alone."""
     pins: int
-    """Written by `HostSlots` alone."""
+    """The number of readers; written by `HostSlots` alone."""
 
 
 _InSlot = TypeVar("_InSlot", bound=InSlot)
@@ -47,9 +47,10 @@ class HostSlots(Generic[_InSlot]):
         self.name = name
         self.total = total
         self.queue: HostEvictionQueue[_InSlot] = HostEvictionQueue()
-        """What may be dropped for others."""
+        """The content that may be dropped for other content."""
         self.gone: set[_InSlot] = set()
-        """What nobody finds, though copies or peers use it; changed here alone."""
+        """The content that is no longer found, though copies or peers use it; changed here
+        alone."""
         self._page_size = page_size
         self._account = PageAccount(name, total)
         # Counted apart from the owners of slots, so that the one proves the other.
@@ -57,7 +58,7 @@ class HostSlots(Generic[_InSlot]):
 
     @property
     def free(self) -> int:
-        """Slots that are free."""
+        """The number of free slots."""
         return self._account.by_owner[Owner.FREE]
 
     @property
@@ -66,13 +67,13 @@ class HostSlots(Generic[_InSlot]):
         return self._account.free_pages
 
     def reserve(self, number: int) -> list[int]:
-        """Take free slots, for what is WRITING from now on; there must be as many."""
+        """Take free slots, for content that is WRITING from now on. Enough slots must be free."""
         slots = self._account.allocate((("write to host", number),), Owner.IN_FLIGHT)
         self._in_flight += number
         return [int(slot) for slot in slots]
 
     def end_write(self, written: Sequence[_InSlot]) -> None:
-        """What was WRITING is CACHED from now on."""
+        """Turn WRITING content into CACHED."""
         self._move(written, Owner.IN_FLIGHT, Owner.INDEX)
         self._cached += len(written)
         self._in_flight -= len(written)
@@ -81,14 +82,14 @@ class HostSlots(Generic[_InSlot]):
             self.queue.push(one)
 
     def pin(self, some: Iterable[_InSlot]) -> None:
-        """A copy or a peer reads these from now on: they stay."""
+        """Note that a copy or a peer reads these, so that they stay."""
         for one in some:
             assert one.state is HostPageState.CACHED, "what is read is not written, or not found"
             self._pinned += not one.pins
             one.pins += 1
 
     def unpin(self, some: Iterable[_InSlot]) -> None:
-        """End one `pin`; frees what is gone meanwhile, and is read by nobody else."""
+        """End one `pin`; frees content that is gone and has no other reader."""
         ended = []
         for one in some:
             one.pins -= 1
@@ -102,7 +103,7 @@ class HostSlots(Generic[_InSlot]):
         self.end_gone(ended)
 
     def drop(self, some: Sequence[_InSlot]) -> None:
-        """Nobody finds these any more. What no copy and no peer uses is free at once."""
+        """Make these unfindable. Slots that no copy and no peer uses are free at once."""
         cached = [one for one in some if one.state is HostPageState.CACHED]
         read = [one for one in cached if one.pins]
         free = [one for one in cached if not one.pins]
@@ -117,7 +118,7 @@ class HostSlots(Generic[_InSlot]):
         self._in_flight += len(read)
 
     def end_gone(self, some: Sequence[_InSlot]) -> None:
-        """The copies and streams that used these have ended: they are free."""
+        """Free these, because the copies and streams that used them have ended."""
         self.gone.difference_update(some)
         self._move(some, Owner.IN_FLIGHT, Owner.FREE)
         self._in_flight -= len(some)
@@ -128,7 +129,7 @@ class HostSlots(Generic[_InSlot]):
     # Counts and checks
 
     def counts(self) -> PoolCounts:
-        """How many slots are in each state."""
+        """Count the slots by state."""
         return PoolCounts(
             pool=self.name,
             page_size=self._page_size,
@@ -150,10 +151,10 @@ class HostSlots(Generic[_InSlot]):
             raise ConservationError(f"{counts.accounted} of {self.total}, {owners}: {counts}")
 
     def check_each(self, there: Sequence[_InSlot]) -> None:
-        """`check`, and each slot by itself. For tests and debugging.
+        """Run `check`, and check each slot by itself. For tests and debugging.
 
         Args:
-            there: all that is found, or being written.
+            there: everything that is found, or being written.
 
         Raises:
             ConservationError: names the slot.

@@ -1,12 +1,11 @@
 """The tier below the device: pages that the prefix index publishes are copied to host memory.
 
-*Writing back* (`host_writes.py`) copies what was published, and lets nobody wait. *Bringing back*
-(`host_loads.py`) copies a prefix to pages of a lease, and publishes it.
+*Writing back* (`host_writes.py`) copies published pages; nothing waits for it. *Bringing back*
+(`host_loads.py`) copies a prefix to pages of a lease, and publishes it. *Lending* takes nothing
+from the device: a decode worker reads pages where they are. Lent pages stay, even if they are
+forgotten meanwhile, until the lender knows that the reader's stream has ended.
 
-*Lending* takes nothing from the device: a decode worker reads pages where they are. They stay, even
-if they are forgotten meanwhile, until who lends them says that their reader's stream has ended.
-
-The engine thread calls everything here; a copy's end is told to `finish`.
+The engine thread calls everything here; a copy's end is passed to `finish`.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from kvrelay.wire.page_hash import HASH_BYTES
 
 
 class HostTier:
-    """Copies published pages to the host pool, and brings them back.
+    """The tier that copies published pages to the host pool, and brings them back.
 
     Args:
-        kv_cache: of the device; its prefix index must tell `log`.
+        kv_cache: of the device; its prefix index must use `log`.
         log: of that prefix index.
-        total_pages: for each pool of the device those of the host's beside it; without a window
-            all have as many.
+        total_pages: for each pool of the device the pages of the host's pool beside it. Pools
+            without a window have equal numbers.
         page_bytes: for each pool, of one page.
         stream: copies.
         speed: of copies from the host.
@@ -79,11 +78,12 @@ class HostTier:
         self.pages = HostPages(total, shape.page_size, self._record, windows)
         """The account of the host pool."""
         self.counts = TierCounts()
-        """What was copied so far."""
+        """The counts of copies so far."""
         self.storage: StorageTier | None = None
-        """The tier below; what is published is copied to the host at once then, to be shared."""
+        """The tier below. If there is one, published pages are copied to the host at once, to be
+        shared."""
         self.page_bytes = sum(page_bytes)
-        """Of one page, over all pools."""
+        """The bytes of one page, over all pools."""
         self._bytes = PageBytes(page_bytes, shape.windowed)
         self._kv_cache = kv_cache
         self._log = log
@@ -91,14 +91,14 @@ class HostTier:
         shared = kv_cache, self.pages, orders, self._bytes, self.counts
         self._writes = HostWrites(*shared)
         self.loads = HostLoads(*shared, speed)
-        """What comes back to the device."""
+        """The loads that come back to the device."""
         kv_cache.count_allocations()
         log.attach(self)
 
     # What the prefix index tells
 
     def published(self, node: RadixNode) -> None:
-        """See `LowerTier`. If pages are short it is copied at once."""
+        """See `LowerTier`. If pages are short, the node is copied at once."""
         self._writes.published(node, in_any_case=self.storage is not None)
 
     def forget(self, key: bytes) -> None:
@@ -125,21 +125,21 @@ class HostTier:
     # Copies
 
     def write_back(self) -> None:
-        """Copy what was published and is not here, the oldest first, if pages are short.
+        """If pages are short, copy published pages that are not here, the oldest first.
 
-        And what is here to storage, if there is one.
+        Also stores pages that are here, if there is storage.
         """
         self._writes.write_candidates(in_any_case=self.storage is not None)
         if self.storage is not None:
             self.storage.write_back()
 
     def finish(self, ended: CopyEnded) -> None:
-        """A copy has ended. One that is not known, or has ended before, is ignored."""
+        """Take the end of a copy. Unknown ones, and second ends, are ignored."""
         self._writes.finish(ended)
         self.loads.finish(ended)
 
     def expected_seconds(self, prefix: HostPrefix) -> float:
-        """Until a load would end that began now: copies that have not ended come before it."""
+        """Estimate the seconds of a load that begins now, behind the copies that have not ended."""
         number = len(prefix.pages)
         nbytes = self._bytes.of(number, prefix.num_parts(0, number))
         return self.loads.speed.seconds(self._writes.num_bytes + self.loads.num_bytes + nbytes)
@@ -147,16 +147,16 @@ class HostTier:
     # How a prompt's pages are named
 
     def hash(self, token_ids: TokenIds, namespace: str) -> bytes:
-        """The hashes of the whole pages of some tokens. Half a microsecond a page."""
+        """Hash the whole pages of some tokens. Takes half a microsecond a page."""
         hashes = self._log.hashes
         return hashes.extend(hashes.root(namespace), token_bytes(token_ids))
 
     def split(self, token_ids: TokenIds, keys: bytes) -> tuple[list[bytes], list[bytes]]:
-        """The hashes and the tokens of whole pages, each by itself.
+        """Split hashes and tokens into those of each whole page.
 
         Args:
             token_ids: of a prompt, from the start of a page.
-            keys: what `hash` says of these.
+            keys: their hashes, from `hash`.
         """
         tokens = split_tokens(token_ids, self._kv_cache.shape.page_size)
         return split(keys, HASH_BYTES), tokens
@@ -164,16 +164,16 @@ class HostTier:
     # Read by peers
 
     def lend(self, token_ids: TokenIds, keys: bytes, first_page: int) -> list[HostPage]:
-        """Let a peer read what the host has of some tokens, from a page on, until `take_back`.
+        """Lend the host's pages of some tokens to a peer, from a page on, until `take_back`.
 
         Args:
-            token_ids: that may come from a cache, from a prompt's start.
-            keys: what `hash` says of these.
-            first_page: of the prompt, that is lent.
+            token_ids: those that may come from a cache, from a prompt's start.
+            keys: their hashes, from `hash`.
+            first_page: the first page of the prompt to lend.
         """
         keys = keys[HASH_BYTES * first_page :]
         if self.pages.get(keys[:HASH_BYTES]) is None:
-            return []  # asked whenever a copy has ended, for each prompt: no look at all of it
+            return []  # an early return, as each prompt asks whenever a copy has ended
         tokens = token_ids[self._kv_cache.shape.page_size * first_page :]
         pages = self.pages.find(*self.split(tokens, keys))
         self.pages.pin(pages)
@@ -181,24 +181,24 @@ class HostTier:
         return pages
 
     def take_back(self, pages: Sequence[HostPage]) -> None:
-        """What was lent is read no longer, or what is read will not be used."""
+        """Take back lent pages that are read no longer, or whose reads will not be used."""
         self.pages.unpin(pages)
 
     # Counts and checks
 
     @property
     def version(self) -> int:
-        """Higher than before if something more can be found."""
+        """A number that rises when something more can be found."""
         return self.pages.version
 
     def tier_counts(self) -> Iterator[tuple[str, TierCounts]]:
-        """What this tier and the one below have done, by their names."""
+        """Yield the counts of this tier and the one below, by their names."""
         yield HOST, self.counts
         if self.storage is not None:
             yield STORAGE, self.storage.counts
 
     def pool_counts(self, device: Sequence[PoolCounts]) -> tuple[PoolCounts, ...]:
-        """The counts of the device's pools, with what loads write there, and of those below."""
+        """List the counts of the device's pools, with pages that loads write, and of lower ones."""
         in_flight = map(self.loads.num_pages, range(len(device)))
         told = [
             counts if not pages else _in_flight(counts, pages)
@@ -209,5 +209,5 @@ class HostTier:
 
 
 def _in_flight(counts: PoolCounts, pages: int) -> PoolCounts:
-    """With so many pages counted for loads that the leases of these hold."""
+    """Count `pages` that leases of loads hold as in flight."""
     return replace(counts, held=counts.held - pages, in_flight=pages)

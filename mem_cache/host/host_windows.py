@@ -1,12 +1,12 @@
-"""The account of one window's pool on the host: which pages of the host have their part there.
+"""The account of one window's pool on the host: the pages of the host that have parts there.
 
-A window sees of a prefix what lies before its end. So a page of the host may have its part of a
-window or not, and a part has a slot, with an owner and an end of its own (`host_slots.py`): it is
-dropped with its page at the latest.
+A window sees the last pages of a prefix. So a page of the host may have a part for a window or not.
+A part has a slot, with an owner and an end of its own (`host_slots.py`). It is dropped with its
+page at the latest.
 
-A part is evicted by itself: its page stays. First those that a prompt has *passed*: pages behind
-them are here, and its end does not see them. Then what was used longest ago. So a long prompt takes
-the room of its own beginning, and not that of the other prompts' ends.
+A part is evicted by itself: its page stays. First come parts that a prompt has *passed*: pages
+behind them are here, and its end does not see them. Then come the least recently used ones. So a
+long prompt takes the room of its own beginning, and not that of other prompts' ends.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class HostWindow:
 
     @property
     def total(self) -> int:
-        """Parts that it has room for."""
+        """The number of parts that it has room for."""
         return self._slots.total
 
     def part(self, page: HostPage) -> HostPart | None:
-        """A page's part, if it can be read."""
+        """Get a page's part, if it can be read."""
         part = page.parts.get(self._pool)
         return part if part is not None and part.state is HostPageState.CACHED else None
 
     def parts(self, pages: Sequence[HostPage]) -> tuple[HostPart, ...]:
-        """The parts of pages that all have one."""
+        """Get the parts of pages that all have one."""
         return tuple(page.parts[self._pool] for page in pages)
 
     # Writing
 
     def reserve(self, pages: Sequence[HostPage]) -> list[HostPart]:
-        """Take room for the parts of neighbours, of the last ones if not all fit.
+        """Take room for the parts of pages in a row, of the last ones if not all fit.
 
-        Evicts others; nobody reads what is taken until `end_write`.
+        Evicts others. Nothing reads the new parts until `end_write`.
 
         Args:
             pages: in order; none has a part here.
@@ -78,7 +78,7 @@ class HostWindow:
         return taken
 
     def end_write(self, parts: Sequence[HostPart], valid: Sequence[bool]) -> None:
-        """A copy has ended: let what is valid be read, and free the rest.
+        """End a copy: let its valid parts be read, and free the rest.
 
         A part whose page is gone meanwhile is freed.
         """
@@ -91,18 +91,18 @@ class HostWindow:
     # Reading
 
     def use(self, parts: Sequence[HostPart]) -> None:
-        """These were asked for, or written: they go after all others, and are not passed now."""
+        """Note that these were asked for, or written: they go last, and are no longer passed."""
         for part in parts:
             self._passed.pop(part, None)
             self._uses += 1
             part.used = self._uses
 
     def pin(self, parts: Iterable[HostPart]) -> None:
-        """A copy reads these parts from now on: they stay."""
+        """Note that a copy reads these parts, so that they stay."""
         self._slots.pin(parts)
 
     def unpin(self, parts: Iterable[HostPart]) -> None:
-        """End one `pin`; frees those whose page is gone, and that nobody else reads."""
+        """End one `pin`; frees parts whose page is gone and that have no other reader."""
         self._slots.unpin(parts)
 
     # Leaving
@@ -114,7 +114,7 @@ class HostWindow:
         self._slots.drop([part])
 
     def _evict(self, number: int) -> int:
-        """Evict up to `number` parts that nobody reads; returns how many."""
+        """Evict up to `number` parts that nothing reads. Returns how many."""
         evicted = 0
         while evicted < number and (part := self._next_to_go()) is not None:
             self.drop(part)
@@ -126,9 +126,9 @@ class HostWindow:
         return self._slots.queue.pop() if passed is None else passed
 
     def _pass_before(self, last: HostPage) -> None:
-        """Mark as passed what a token behind `last` does not see of its prompt.
+        """Mark the parts of a prompt that a token behind `last` does not see as passed.
 
-        Not beyond a page where prompts part: others will come that go on there.
+        It stops at a page where prompts branch, because other prompts will continue from there.
         """
         for number, page in enumerate(last.path()):
             if len(page.children) > 1:
@@ -141,7 +141,7 @@ class HostWindow:
             self._passed[part] = None
 
     def keep_behind(self, page: HostPage) -> None:
-        """Prompts part behind a page from now on: what is seen there was not passed after all."""
+        """Unmark the parts that are seen behind a page, because prompts branch there now."""
         for one in islice(page.path(), self.behind):
             if (part := one.parts.get(self._pool)) is not None:
                 self._passed.pop(part, None)
@@ -149,7 +149,7 @@ class HostWindow:
     # Counts and checks
 
     def counts(self) -> PoolCounts:
-        """How many parts are in each state."""
+        """Count the parts by state."""
         return self._slots.counts()
 
     def check(self) -> None:
@@ -157,7 +157,7 @@ class HostWindow:
         self._slots.check()
 
     def check_parts(self, pages: Iterable[HostPage]) -> None:
-        """`check`, and each part by itself. For tests and debugging.
+        """Run `check`, and check each part by itself. For tests and debugging.
 
         Args:
             pages: all that are found, or being written.

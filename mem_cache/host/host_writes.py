@@ -1,11 +1,12 @@
-"""What goes to the host: pages that the prefix index publishes.
+"""The copies to the host of pages that the prefix index publishes.
 
-Writing back takes no page from anybody and lets nobody wait. A copy reads pages of the prefix
-index without locking them; when it has ended, a page that was handed out meanwhile is dropped,
-for its bytes may be another's. So the device evicts as if there was no copy. What the index
-evicts, or gives to a retracted request's successor, has mostly been copied before: as soon as
-less than half of a pool is free, what is published is copied at once, and what was published
-before is copied behind it, in order.
+Writing back takes no page away and lets nothing wait. A copy reads pages of the prefix index
+without locking them. When it has ended, a page that was handed out meanwhile is dropped, because
+its bytes may be another request's. So the device evicts as if there were no copy.
+
+Pages that the index evicts, or gives to a retracted request's successor, have mostly been copied
+before. As soon as less than half of a pool is free, newly published pages are copied at once. Pages
+published earlier are copied behind them, in order.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.wire.page_hash import HASH_BYTES
 
 COPY_BYTES: Final = 16 << 20
-"""One copy to the host has no more, so that a copy back does not wait long for it."""
+"""The most bytes of one copy to the host, so that a copy back does not wait long for it."""
 MOST_WRITES: Final = 2
-"""Copies to the host at a time."""
+"""The most copies to the host at a time."""
 MOST_CANDIDATES: Final = 4096
-"""Nodes of the prefix index that wait to be copied; beyond that the oldest are left out."""
+"""The most nodes of the prefix index that wait to be copied; beyond that the oldest are dropped."""
 _TRIES: Final = 16
-"""Candidates that are looked at in one pass: most may be here, or evicted, already."""
+"""The candidates examined in one pass: most may be here, or evicted, already."""
 
 
 class HostWrites:
-    """Copies published pages to the host pool. `HostTier` alone calls it.
+    """The copies of published pages to the host pool. Only `HostTier` calls it.
 
     Args:
         kv_cache: of the device.
         pages: the account of the host pool.
         orders: orders the copies.
-        nbytes: of pages.
+        nbytes: the bytes of pages.
         counts: of the tier; changed here as copies begin and end.
     """
 
@@ -75,18 +76,18 @@ class HostWrites:
         self._most_pages = max(1, COPY_BYTES // nbytes.whole)
 
     def published(self, node: RadixNode, in_any_case: bool) -> None:
-        """A node is a candidate. If pages are short it is copied at once: it may soon be evicted.
+        """Add a candidate. If pages are short it is copied at once, as it may soon be evicted.
 
         Args:
             node: of the prefix index.
-            in_any_case: copy it even if pages are not short: others are to have it.
+            in_any_case: copy it even if pages are not short, because others want it.
         """
         if (in_any_case or self._is_short()) and self._write(node):
             return
         self._candidates.append(node)
 
     def write_candidates(self, in_any_case: bool) -> None:
-        """Copy what was published and is not here, the oldest first, if pages are short.
+        """If pages are short, copy published pages that are not here, the oldest first.
 
         Args:
             in_any_case: see `published`.
@@ -101,11 +102,11 @@ class HostWrites:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copies that run."""
+        """The bytes of the running copies."""
         return sum([write.nbytes for write in self._running.values()])
 
     def finish(self, ended: CopyEnded) -> None:
-        """A copy has ended. One that is none of these is ignored."""
+        """Take the end of a copy. Unknown ones are ignored."""
         write = self._running.pop(ended.operation, None)
         if write is not None:
             self._end(write, ended)
@@ -115,7 +116,7 @@ class HostWrites:
         return any(2 * pool.free < pool.total for pool in self._kv_cache.page_counts())
 
     def _write(self, node: RadixNode) -> bool:
-        """Begin to copy what the host lacks of a node, and of those above it.
+        """Begin to copy the pages of a node, and of those above it, that the host lacks.
 
         Returns:
             Whether the node is settled: it was begun, is here, or has been evicted.
@@ -149,7 +150,7 @@ class HostWrites:
         return True
 
     def _write_parts(self, node: RadixNode, keys: Sequence[bytes]) -> None:
-        """Begin to copy what a node has of windows, and its pages on the host lack.
+        """Begin to copy the window parts of a node that its pages on the host lack.
 
         Args:
             node: its pages are on the host, or being written.
@@ -176,13 +177,13 @@ class HostWrites:
         pages: Sequence[HostPage],
         rows: Sequence[Pages],
     ) -> None:
-        """Order a copy to the host, of whole pages and of windows' parts that these lack.
+        """Order a copy to the host, of whole pages and of the window parts that they lack.
 
         Args:
-            node: that has the last of them.
+            node: the node that has the last of them.
             taken: `pages` if they were reserved for this, else none: then only parts are copied.
             pages: of the host.
-            rows: for each pool where they are on the device; `NO_PAGE` where a window has passed.
+            rows: for each pool their pages on the device; `NO_PAGE` where a window has passed.
         """
         parts: dict[int, list[HostPart]] = {}
         device_pages = [row if taken else NO_PAGES for row in rows]

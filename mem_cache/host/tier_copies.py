@@ -1,8 +1,8 @@
-"""Copies of pages between the device's pools and the host's: what is ordered, and what comes back.
+"""The copies of pages between the device's pools and the host's: their orders and their ends.
 
-The engine thread orders a copy and goes on; a stream copies, in order, on a thread or a device
-queue of its own; its end comes back to the engine thread as a message. Only the engine thread
-decides what becomes of the pages: the stream frees and publishes nothing.
+The engine thread orders a copy and goes on. A stream copies, in order, on a thread or a device
+queue of its own. The end of the copy comes back to the engine thread as a message. Only the engine
+thread decides what happens to the pages: the stream frees and publishes nothing.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from kvrelay.mem_cache.pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class PageMoves:
-    """Pages to copy. Who orders it keeps them as they are until its end has come back."""
+    """Pages to copy. The caller keeps them unchanged until the end has come back."""
 
     operation: int
-    """Names it; no other ever has the same number."""
+    """The number of the copy, which is unique."""
     to_host: bool
-    """From the device to the host; else back."""
+    """Whether from the device to the host, or else back."""
     device_pages: tuple[Pages, ...]
-    """For each pool."""
+    """The device's pages, for each pool."""
     host_pages: tuple[Pages, ...]
-    """For each pool; as many as its `device_pages`. Of windows' pools there may be fewer."""
+    """The host's pages, for each pool as many as its `device_pages`. Windows' pools may have
+    fewer."""
 
     @property
     def num_pages(self) -> int:
-        """Of the pool that has most of them."""
+        """The number of pages of the pool that has most of them."""
         return max(map(len, self.host_pages))
 
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
-    """A copy has ended: no byte of it moves any more."""
+    """The end of a copy: no byte of it moves any more."""
 
     operation: int
     seconds: float
-    """That it took by itself, without its wait for earlier ones."""
+    """The time that it took by itself, without its wait for earlier ones."""
     error: str = ""
-    """Why not all bytes are there; empty if they are."""
+    """The reason why not all bytes are there; empty if they are."""
 
 
 class CopyStream(Protocol):
-    """Copies in the order in which it is told to, away from the engine thread."""
+    """An interface that copies in the order of its orders, away from the engine thread."""
 
     def start(self, moves: PageMoves) -> None:
         """Order a copy. Does not block; its `CopyEnded` comes later, once."""

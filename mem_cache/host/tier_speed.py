@@ -1,13 +1,13 @@
-"""How fast a lower tier gives pages back, as measured: what decides between load and compute."""
+"""The measured speed of a lower tier, which decides between loading and computing."""
 
 from __future__ import annotations
 
 from typing import Final
 
 _NEWEST: Final = 0.25
-"""What the latest copy counts of the average."""
+"""The weight of the latest copy in the average."""
 _LEAST_BYTES: Final = 1 << 16
-"""Smaller copies tell of their start, not of the rate."""
+"""The least bytes of a copy that counts: smaller copies show their start, not the rate."""
 
 
 class TierSpeed:
@@ -26,5 +26,5 @@ class TierSpeed:
             self.bytes_per_second += _NEWEST * (nbytes / seconds - self.bytes_per_second)
 
     def seconds(self, nbytes: int) -> float:
-        """Expected seconds until so many bytes are copied, those included that come before."""
+        """Estimate the seconds to copy `nbytes`, which must include all bytes before them."""
         return nbytes / self.bytes_per_second

@@ -1,4 +1,4 @@
-"""What a request holds, and the states of its life.
+"""The memory that a request holds, and the states of its life.
 
 A lease's tokens, as intervals and their owners::
 
@@ -8,11 +8,11 @@ A lease's tokens, as intervals and their owners::
     |                             |  a forward launched       |                       |
 
 Always ``0 <= cache_protected_len <= kv_committed_len <= kv_allocated_len``, and
-`cache_protected_len` is a multiple of the page size. The lengths are recorded
-when they change, by this room alone; nobody infers them from token counts.
+`cache_protected_len` is a multiple of the page size. Only this room changes the lengths, and
+records each change; no code infers them from token counts.
 
-The lengths are the same in every pool. In a window pool the pages that no
-forward will look at again have been freed: a lease has none before its frontier.
+The lengths are the same in every pool. In a window pool the pages that no forward will look at
+again have been freed: a lease has none before its frontier.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from kvrelay.mem_cache.shape import CacheShape
 
 
 class LeaseState(IntEnum):
-    """Where a lease is in its life."""
+    """The state of a lease."""
 
     RELEASED = 0
-    """It holds nothing any more."""
+    """The lease holds nothing any more."""
     OPEN = auto()
-    """A request has it: it may grow and commit."""
+    """A request has the lease: it may grow and commit."""
     SAVED = auto()
-    """A session has it between two turns; its next turn borrows it. See `session.Sessions`."""
+    """A session has the lease between two turns; the next turn borrows it. See
+    `session.Sessions`."""
     CLOSED = auto()
-    """Its end is decided: it may only be released."""
+    """The lease's end is decided: it may only be released."""
 
 
 TRANSITIONS: Final = {
@@ -50,8 +51,8 @@ TRANSITIONS: Final = {
     LeaseState.CLOSED: {LeaseState.RELEASED},
     LeaseState.RELEASED: set[LeaseState](),
 }
-"""Every step that a lease can take: ``grow, commit, publish, slide, trim`` keep it OPEN,
-``save`` (or ``roll_back``, then ``save``) and ``borrow`` go back and forth, ``close`` and then
+"""Every step that a lease can take. ``grow, commit, publish, slide, trim`` keep it OPEN. ``save``
+(or ``roll_back``, then ``save``) and ``borrow`` go back and forth. ``close`` and then
 ``free_lease`` end it."""
 
 
@@ -61,8 +62,8 @@ _STATES: Final = tuple(sorted(LeaseState))
 class Lease:
     """One request's hold on a row and on pages. Made by `KVCacheManager.open`.
 
-    Its lengths are read from `Rows`, and are all 0 once it is released. Only
-    this room changes it; everybody else reads the properties.
+    Its lengths are read from `Rows`, and are all 0 once it is released. Only this room changes it;
+    other code reads the properties.
     """
 
     __slots__ = (
@@ -88,11 +89,11 @@ class Lease:
     ) -> None:
         self.holder = holder
         self.row = row
-        """-1 once it is released."""
+        """The row; -1 once it is released."""
         self.page_size = shape.page_size
         self.namespace = namespace
         self.found_len = 0
-        """Tokens that it was opened with, which others have computed."""
+        """Tokens that it was opened with, which other requests have computed."""
         self._rows = rows
         self._shape = shape
         self._prefix_lock: PrefixLock | None = None
@@ -101,22 +102,28 @@ class Lease:
 
     @property
     def state(self) -> LeaseState:
-        """Where the lease is in its life."""
+        """The state of the lease."""
         return _STATES[self._rows.states.item(self.row)]
 
     @property
     def cache_protected_len(self) -> int:
-        """Tokens whose pages the prefix index owns; changed by `open` and `publish`."""
+        """Tokens of the index's pages; raised by `open`, `publish` and `publish_settled`."""
         return self._rows.protected.item(self.row)
 
     @property
     def kv_committed_len(self) -> int:
-        """Tokens whose KV is written, or will be by a launched forward; raised by `commit`."""
+        """Tokens whose KV is written, or will be by a launched forward.
+
+        Raised by `open`, `commit` and `roll_back`.
+        """
         return self._rows.committed.item(self.row)
 
     @property
     def kv_allocated_len(self) -> int:
-        """Tokens that the lease's pages were asked to hold; raised by `grow`."""
+        """Tokens that the lease's pages were asked to hold.
+
+        Raised by `open`, `grow` and `roll_back`.
+        """
         return self._rows.allocated.item(self.row)
 
     @property
@@ -126,50 +133,50 @@ class Lease:
 
     @property
     def promised_tokens(self) -> int:
-        """Tokens that it may surely grow to; none if a session has it."""
+        """Tokens that it may surely grow to; 0 if a session has it."""
         return self._rows.promised_tokens.item(self.row)
 
     @property
     def promised_pages(self) -> tuple[int, ...]:
-        """For each pool the pages that it may yet take of those that it was promised."""
+        """For each pool the promised pages that it has not taken yet."""
         return tuple(self._rows.promised_pages[:, self.row].tolist())
 
     @property
     def num_pages(self) -> int:
-        """Pages in the table, the locked prefix and what has left a window pool included."""
+        """The number of pages in the table, with the locked prefix and pages that left a window."""
         return -(-self.kv_allocated_len // self.page_size)
 
     @property
     def num_protected_pages(self) -> int:
-        """Pages at the table's start that the prefix index owns."""
+        """The number of pages at the table's start that the prefix index owns."""
         return self.cache_protected_len // self.page_size
 
     @property
     def first_pages(self) -> tuple[int, ...]:
-        """For each pool the first page that the lease has there: 0 but in a window pool."""
+        """For each pool the first page that the lease has there; 0 in a pool without a window."""
         return tuple(self._rows.frontiers[:, self.row].tolist())
 
     def tables(self) -> list[list[int]]:
-        """Each pool's page table, see `pages`."""
+        """Get each pool's page table, see `pages`."""
         tables: list[list[int]]
         tables = self._rows.page_tables[:, self.row, : self.num_pages].tolist()
         return tables
 
     def own_pages(self, pool: int = 0) -> Pages:
-        """Pages of a pool that this lease owns, a copy: not those that the index lent it.
+        """Copy the page ids of a pool that this lease owns, without those that the index lent it.
 
-        A page that `KVCacheManager.borrow` has set aside comes last.
+        A page that `SessionLeases.borrow` has set aside comes last.
         """
         first = max(self._rows.frontiers.item(pool, self.row), self.num_protected_pages)
         table = self._rows.page_tables[pool, self.row]
         return np.concatenate((table[first : self.num_pages], self._set_aside[pool]))
 
     def pages(self, pool: int = 0) -> Pages:
-        """A pool's page table in token order, a copy; -1 where a page has left the window."""
+        """Copy a pool's page table in token order; -1 where a page has left the window."""
         return self._rows.page_tables[pool, self.row, : self.num_pages].copy()
 
     def can_go_back(self, prefix_len: int) -> bool:
-        """Whether the lease still has all that a token at `prefix_len` sees, for itself."""
+        """Whether the lease itself still has all that a token at `prefix_len` sees."""
         if prefix_len < self.cache_protected_len:
             return False
         needed = [
@@ -190,7 +197,7 @@ class Lease:
         return before
 
     def narrow(self, lock: PrefixLock) -> None:
-        """Remember what is left of the lock: the rest of its pages is in no table any more."""
+        """Keep the rest of the lock, whose other pages are in no table any more."""
         self._prefix_lock = lock
 
     def set_aside(self, pool: int, at: int, replacement: int) -> None:
@@ -209,21 +216,21 @@ class Lease:
         return found
 
     def drop_set_aside(self) -> list[Pages]:
-        """For each pool the pages that were aside: the caller has to free them."""
+        """Take for each pool the pages that were aside. The caller must free them."""
         aside, self._set_aside = self._set_aside, [NO_PAGES for _ in self._set_aside]
         return aside
 
     def add_fence(self, fence: Fence) -> None:
-        """Let every release of the lease's pages wait for `fence`, too."""
+        """Make every release of the lease's pages wait for `fence`, too."""
         self._fences.append(fence)
 
     def pending(self, others: Sequence[Fence]) -> list[Fence]:
-        """`others`, and the lease's own fences that have not passed."""
+        """Join `others` with the lease's own fences that have not passed."""
         self._fences = [fence for fence in self._fences if not fence.passed()]
         return [*others, *self._fences]
 
     def leave_row(self) -> int:
-        """Forget the row and all lengths; returns the row, which the caller has to free."""
+        """Forget the row and all lengths. Returns the row, which the caller must free."""
         row, self.row = self.row, -1
         self._rows.clear(row)
         return row
@@ -240,7 +247,7 @@ class Lease:
             raise KVCacheError(f"{action} of {self.holder}: its lease is {self.state.name}")
 
     def times_rows_cleared(self) -> int:
-        """How often a row was taken from a lease of the same manager."""
+        """Count how often a row was taken from a lease of the same manager."""
         return self._rows.times_cleared
 
     def __repr__(self) -> str:
@@ -254,14 +261,14 @@ class Lease:
 class Batch(tuple[Lease, ...]):
     """Leases that take steps together: their rows are looked up once, not in every call.
 
-    They are looked up again when a lease of the same manager has been released.
+    The rows are looked up again when a lease of the same manager has been released.
     """
 
     _found: Ints
     _as_of = -1
 
     def rows(self) -> Ints:
-        """The rows of its leases."""
+        """Get the rows of its leases."""
         cleared = self[0].times_rows_cleared() if self else 0
         if cleared != self._as_of:
             self._found, self._as_of = _rows_of(self), cleared
@@ -269,7 +276,7 @@ class Batch(tuple[Lease, ...]):
 
 
 def rows_of(leases: Sequence[Lease]) -> Ints:
-    """The row of each lease."""
+    """Get the row of each lease."""
     return leases.rows() if isinstance(leases, Batch) else _rows_of(leases)
 
 

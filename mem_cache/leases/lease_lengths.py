@@ -1,6 +1,6 @@
-"""What changes the lengths of leases, and with them their pages: grow, commit, slide, trim.
+"""The changes of leases' lengths, and with them of their pages: grow, commit, slide, trim.
 
-Everything is done for many leases at once: an array has one entry a lease.
+All operations take many leases at once: an array has one entry a lease.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class _Missing(NamedTuple):
     """The pages of one pool that growing rows lack; arrays with an entry a row."""
 
     first: Ints
-    """Where in its table the first of them is to be."""
+    """The place of the first missing page in the row's table."""
     number: Ints
     promised: Ints
-    """How many of them the row was promised."""
+    """The number of them that the row was promised."""
 
 
 class LeaseLengths:
-    """Records the lengths of open leases, and allocates and frees their pages accordingly.
+    """The lengths of open leases, whose pages are allocated and freed accordingly.
 
     Args:
         shape: of the cache.
-        rows: in which lengths and page tables are recorded.
+        rows: has the lengths and page tables.
         allocator: of the pages.
-        promises: out of which leases grow first.
+        promises: the pages that leases take first when they grow.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LeaseLengths:
         self._promises = promises
 
     def grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
-        """Raise `kv_allocated_len` of every lease to its number of tokens, or of none of them."""
+        """Raise `kv_allocated_len` of every lease to its number of tokens, all or nothing."""
         rows = self._open_rows(leases, "growth")
         goals, allocated = _one_each(tokens, leases), self._rows.allocated[rows]
         has, needs = self._shape.pages_for(allocated), self._shape.pages_for(goals)
@@ -65,7 +65,7 @@ class LeaseLengths:
         return True
 
     def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
-        """For each pool the pages that growth takes beyond those that were promised."""
+        """Count for each pool the pages that growth takes beyond those that were promised."""
         rows = self._open_rows(leases, "growth")
         has = self._shape.pages_for(self._rows.allocated[rows])
         needs = np.maximum(has, self._shape.pages_for(_one_each(tokens, leases)))
@@ -73,7 +73,7 @@ class LeaseLengths:
         return [int(lack.number.sum() - lack.promised.sum()) for lack in lacks]
 
     def commit(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> None:
-        """Raise `kv_committed_len` of every lease to its number of tokens, or of none of them."""
+        """Raise `kv_committed_len` of every lease to its number of tokens, all or nothing."""
         rows = self._open_rows(leases, "commit")
         goals = _one_each(tokens, leases)
         wrong = (goals < self._rows.committed[rows]) | (goals > self._rows.allocated[rows])
@@ -110,11 +110,11 @@ class LeaseLengths:
                 self._promises.renew(pool, np.array([row]), np.array([len(pages)]))
 
     def committed(self, leases: Sequence[Lease]) -> Ints:
-        """The `kv_committed_len` of each lease, a copy."""
+        """Get the `kv_committed_len` of each lease, as a copy."""
         return self._rows.committed[rows_of(leases)]
 
     def page_tables(self, leases: Sequence[Lease]) -> tuple[Pages, ...]:
-        """For each pool a copy of the leases' tables, ``[len(leases), most pages of any]``."""
+        """Copy for each pool the leases' tables, ``[len(leases), most pages of any]``."""
         rows = rows_of(leases)
         widest = self._shape.pages_for(int(self._rows.allocated[rows].max()))
         return tuple(table[rows, :widest] for table in self._rows.page_tables)
@@ -122,7 +122,7 @@ class LeaseLengths:
     # Inside
 
     def _open_rows(self, leases: Sequence[Lease], action: str) -> Ints:
-        """The row of each lease; raises `KVCacheError` unless all are open."""
+        """Get the row of each lease. Raises `KVCacheError` unless all are open."""
         rows = rows_of(leases)
         if np.count_nonzero(self._rows.states[rows] != _OPEN):
             for lease in leases:
@@ -148,7 +148,7 @@ class LeaseLengths:
         return True
 
     def _find_missing(self, pool: int, rows: Ints, has: Ints, needs: Ints) -> _Missing:
-        """What rows lack between `has` and `needs` pages: nothing before their frontiers."""
+        """Find the pages that rows lack between `has` and `needs`; none before their frontiers."""
         first = np.maximum(has, self._rows.frontiers[pool, rows])
         number = np.maximum(needs - first, 0)
         promised = np.minimum(number, self._rows.promised_pages[pool, rows])
@@ -188,7 +188,7 @@ class LeaseLengths:
             leases[one].narrow(self._allocator.unlock_pool(lock, pool))
 
     def _cut_tables(self, lease: Lease, kept: int) -> list[Pages]:
-        """Take all but the first `kept` pages from a lease's tables; returns them by pool."""
+        """Take all but the first `kept` pages from a lease's tables. Returns them by pool."""
         tails = []
         tables = self._rows.page_tables[:, lease.row]
         for table, first in zip(tables, lease.first_pages, strict=True):
@@ -199,7 +199,7 @@ class LeaseLengths:
 
 
 def _one_each(numbers: Sequence[int] | Ints, leases: Sequence[Lease]) -> Ints:
-    """The numbers as an array; raises `KVCacheError` unless there is one for each lease."""
+    """Convert the numbers to an array. Raises `KVCacheError` unless there is one for each lease."""
     if len(numbers) != len(leases):
         raise KVCacheError(f"{len(numbers)} numbers for {len(leases)} leases")
     return np.asarray(numbers, np.int64)

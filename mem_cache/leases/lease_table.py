@@ -1,4 +1,4 @@
-"""The leases that have a row: where one begins, and where it ends."""
+"""The leases that have a row: how each begins and ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LeaseTable:
 
     Args:
         shape: of the cache.
-        rows: from which a lease takes one.
+        rows: the rows that leases take.
         allocator: of the pages.
         promises: given with a lease, and withdrawn when it is closed.
     """
@@ -34,12 +34,12 @@ class LeaseTable:
 
     @property
     def by_row(self) -> Mapping[int, Lease]:
-        """Every lease, by the row that it has."""
+        """Every lease, by its row."""
         return self._by_row
 
     @property
     def num_free_rows(self) -> int:
-        """How many leases could begin."""
+        """The number of leases that could begin."""
         return len(self._rows.free_rows)
 
     @property
@@ -49,7 +49,7 @@ class LeaseTable:
 
     @property
     def max_lease_tokens(self) -> int:
-        """The most tokens that one lease could ever hold: of a row, and of every pool."""
+        """The most tokens that one lease could ever hold, limited by a row and by every pool."""
         shape, row = self._shape, self.max_row_tokens
         short = [
             pool.total_pages * shape.page_size
@@ -66,7 +66,7 @@ class LeaseTable:
         promised_pages: Sequence[int],
         lock: PrefixLock | None,
     ) -> Lease:
-        """A new lease on a free row, with what `lock` locks; there must be a row and the pages."""
+        """Begin a lease on a row, with the pages that `lock` locks. Row and pages must be free."""
         rows, row = self._rows, self._rows.free_rows.pop()
         lease = Lease(holder, row, rows, self._shape, namespace)
         self._by_row[row] = lease
@@ -79,7 +79,7 @@ class LeaseTable:
         return lease
 
     def close_lease(self, lease: Lease) -> None:
-        """Decide a lease's end: from now on it cannot grow. Idempotent."""
+        """Close a lease, so that it cannot grow any more. Idempotent."""
         if lease.state is LeaseState.CLOSED:
             return
         if lease.state is LeaseState.SAVED:

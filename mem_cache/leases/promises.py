@@ -1,4 +1,4 @@
-"""What leases were promised: pages that they may yet take, and that nobody else is admitted on."""
+"""The pages that leases were promised: they may still take them, and admission counts them out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from kvrelay.mem_cache.shape import CacheShape
 class Promises:
     """The promised pages of all leases, and how many pages are left for others.
 
-    A promise is made for a number of tokens, and kept as a number of pages of
-    each pool. The pages stay among those that are free or evictable until the
-    lease takes them.
+    A promise is made for a number of tokens, and kept as a number of pages of each pool. The pages
+    stay among the free or evictable ones until the lease takes them.
 
     Args:
         shape: of the cache.
-        rows: in which each lease's own promise is recorded.
+        rows: has each lease's own promise.
         allocator: knows which pages are available.
     """
 
@@ -36,7 +35,7 @@ class Promises:
     # How much is left
 
     def unpromised(self, pool: int) -> int:
-        """Pages that can be had, free or by eviction, without breaking a promise."""
+        """Count the pages that are free or evictable without breaking a promise."""
         return self._allocator.available(pool) - self.totals[pool]
 
     def has_room(self, pages: Sequence[int], headroom: Sequence[int] | None = None) -> bool:
@@ -46,10 +45,10 @@ class Promises:
 
     @property
     def room_version(self) -> int:
-        """Higher than before if what admission depends on became more since it was last asked for.
+        """A number that rises, since it was last read, if admission may accept more.
 
-        That is: rows, sessions that are idle and can be ended, unpromised pages of any pool, and
-        what the prefix index was given.
+        It rises with rows, idle sessions that can be ended, unpromised pages of any pool, and pages
+        given to the prefix index.
         """
         room = self._count_room()
         self._room_version += any(map(int.__gt__, room, self._room))
@@ -64,7 +63,7 @@ class Promises:
     # What a lease needs
 
     def pages_needed(self, tokens: int, known_pages: int) -> list[int]:
-        """Pages of each pool that a lease of `tokens` may yet take, if it has the first ones."""
+        """Compute the pages of each pool that a lease of `tokens` may take after its known ones."""
         missing = self._shape.pages_for(tokens) - known_pages
         most = self._shape.most_pages
         return [min(missing, most(pool, tokens)) for pool in self._shape.pool_numbers]
@@ -72,18 +71,18 @@ class Promises:
     # Changing a lease's promise
 
     def give(self, row: int, tokens: int, pages: Sequence[int]) -> None:
-        """Promise a row `tokens` tokens, and for them so many pages of each pool."""
+        """Promise a row `tokens` tokens, and for them `pages` of each pool."""
         self._rows.promised_tokens[row] = tokens
         self.raise_by(row, pages)
 
     def raise_by(self, row: int, pages: Sequence[int]) -> None:
-        """Promise a row so many further pages of each pool."""
+        """Promise a row `pages` more of each pool."""
         self._rows.promised_pages[:, row] += np.asarray(pages)
         for pool, number in enumerate(pages):
             self.totals[pool] += number
 
     def use(self, pool: int, rows: Ints, pages: Ints) -> None:
-        """Record that each row has taken so many of the pages that it was promised."""
+        """Record that each row has taken this many of its promised pages."""
         self._rows.promised_pages[pool, rows] -= pages
         self.totals[pool] -= int(pages.sum())
 
@@ -97,7 +96,7 @@ class Promises:
         self.totals[pool] += int(renewed.sum())
 
     def withdraw(self, row: int) -> None:
-        """Promise a row nothing any more: its lease will not grow."""
+        """Withdraw a row's promise, because its lease will not grow."""
         for pool, pages in enumerate(self._rows.promised_pages[:, row].tolist()):
             self.totals[pool] -= pages
         self._rows.promised_pages[:, row] = 0

@@ -1,4 +1,4 @@
-"""What leases give to the prefix index, and how the choices of one request share pages."""
+"""The pages that leases give to the prefix index, and that choices of a request share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvrelay.mem_cache.shape import CacheShape
 
 
 class PageCopy(NamedTuple):
-    """A page that a forward copies before it writes anything."""
+    """A copy of a page that a forward makes before it writes anything."""
 
     pool: int
     source: int
@@ -39,17 +39,18 @@ class Fork:
 
     leases: tuple[Lease, ...]
     copies: tuple[PageCopy, ...]
-    """Of the prefix's unaligned last page, for each lease and pool; none if it is aligned."""
+    """The copies of the prefix's unaligned last page, for each lease and pool; none if it is
+    aligned."""
 
 
 class PrefixSharing:
-    """Moves pages of leases to the prefix index, where others find or share them.
+    """The moves of leases' pages to the prefix index, where others find or share them.
 
     Args:
         shape: of the cache.
         index: the prefix index.
         allocator: of the pages.
-        promises: what a lease may still take.
+        promises: knows what leases may still take.
         leases: all of them.
         lengths: of all of them.
     """
@@ -73,7 +74,7 @@ class PrefixSharing:
     def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> None:
         """Give the whole pages of committed `token_ids` to the prefix index.
 
-        If that would break another lease's promise, nothing is done.
+        Does nothing if that would break another lease's promise.
         """
         if lease.state is not LeaseState.CLOSED:
             lease.check_open("publishing")
@@ -165,11 +166,11 @@ class PrefixSharing:
         """Give the pages of `tokens` to the prefix index, and lock them there for the lease.
 
         Args:
-            lease: that has them.
+            lease: the lease that has them.
             tokens: of whole pages; their KV is written, or will be when `pending` has passed.
             pending: what still reads or writes the pages.
             headroom: pages of each pool that must be unpromised afterwards.
-            share: with others who have no other way to the pages.
+            share: whether to share with others who have no other way to the pages.
             only_new: do nothing if the index has a copy of any of the pages that the lease owns.
 
         Returns:
@@ -192,17 +193,17 @@ class PrefixSharing:
         return inserted is not None
 
     def _may_insert(self, lease: Lease, known: PrefixLock, only_new: bool) -> bool:
-        """Whether a lease's pages can continue `known`, which is what the index has of them."""
+        """Whether a lease's pages can continue `known`, the pages that the index has for them."""
         lock, protected = lease.prefix_lock, lease.num_protected_pages
         if lock is not None and not self._index.finds(lock):
-            return False  # it was forgotten, and what continues it may be as wrong
+            return False  # it was forgotten, and its continuations may be as wrong
         return not only_new or known.num_pages <= protected
 
     def _further_promise(self, lease: Lease, num_pages: int) -> list[int]:
-        """For each pool the pages that a lease must be promised besides.
+        """Compute for each pool the pages that a lease must be promised besides.
 
-        The pages of a window pool come back to a lease as the window moves on.
-        The first `num_pages`, which the index gets, will not come back to it.
+        The pages of a window pool come back to a lease as the window moves on. The first
+        `num_pages`, which the index gets, will not come back to it.
         """
         further = []
         to_come = self._shape.pages_for(lease.promised_tokens) - lease.num_pages
@@ -221,7 +222,7 @@ class PrefixSharing:
         pending: Sequence[Fence],
         headroom: Sequence[int] | None,
     ) -> bool:
-        """Whether everybody's promise can be kept while the lease locks what the index gets."""
+        """Whether all promises can be kept while the lease locks the pages that the index gets."""
         needed = list(further)
         if not pending:
             for pool in self._shape.pool_numbers:
@@ -229,10 +230,10 @@ class PrefixSharing:
         return self._promises.has_room(needed, headroom)
 
     def _freed_at_once(self, lease: Lease, num_pages: int, pool: int, known: PrefixLock) -> int:
-        """Pages of the lease that become free or evictable if the index gets `num_pages` of it.
+        """Count the lease's pages that become free or evictable if the index gets `num_pages`.
 
-        They are those that a continuation will not see, which nobody locks, and
-        of the others the duplicates of what the index has, which is `known`.
+        They are those that a continuation will not see, which are not locked. They are also the
+        duplicates, among the others, of the index's `known` pages.
         """
         end = num_pages * self._shape.page_size
         first_seen = min(self._shape.first_page_seen(pool, end), num_pages - 1)
@@ -244,7 +245,7 @@ class PrefixSharing:
     def _insert(
         self, lease: Lease, num_pages: int, tokens: TokenIds, share: bool
     ) -> Inserted | None:
-        """Offer a lease's first pages to the index; `None` if it does not lock all of them."""
+        """Offer a lease's first pages to the index. Returns `None` if it does not lock them all."""
         offered = [lease.pages(pool)[:num_pages] for pool in self._shape.pool_numbers]
         insert = self._index.share if share else self._index.insert
         inserted = insert(tokens, offered, lease.namespace)
@@ -262,10 +263,10 @@ class PrefixSharing:
         further: Sequence[int],
         pending: Sequence[Fence],
     ) -> None:
-        """Let a lease read its first pages from the index, and free its duplicates of them.
+        """Make a lease use the index's copies of its first pages, and free its duplicates of them.
 
-        The lock that it had on the index before is ended with the duplicates:
-        what is still read must not be evicted either.
+        The lock that it had on the index before is ended with the duplicates, because pages that
+        are still read must not be evicted either.
         """
         duplicates = []
         for pool, taken in enumerate(inserted.taken):

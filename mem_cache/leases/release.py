@@ -12,19 +12,19 @@ from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 
 
 class Outcome(StrEnum):
-    """Why a request's memory is released: a metric's label, and what is worth keeping."""
+    """The reason why a request's memory is released; it decides what is kept."""
 
     FINISHED = "finished"
-    """It generated all that it will; its written pages are published."""
+    """The request generated all its tokens; its written pages are published."""
     HANDED_OVER = "handed_over"
     """The decode side has the pages; the prefill side publishes its own."""
     RETRACTED = "retracted"
-    """It makes room for others and will be computed again; its written pages are published:
-    it may find them again, or they may be evicted."""
+    """The request makes room and will be computed again. Its written pages are published: it may
+    find them again, or they may be evicted."""
     ABORTED = "aborted"
-    """Cancelled, or ended by a peer; nothing further is published."""
+    """The request was cancelled, or ended by a peer; nothing further is published."""
     FAILED = "failed"
-    """A forward of it has failed: its KV may be wrong, so what it has published is forgotten."""
+    """A forward of it has failed. Its KV may be wrong, so its published pages are forgotten."""
     SAVED = "saved"
     """Its session keeps the memory for the next turn; nothing is freed."""
 
@@ -42,17 +42,18 @@ def release_kv_cache(
 ) -> bool:
     """Free everything that `lease` holds. Idempotent.
 
-    Publishes the whole pages of ``min(kv_committed_len, len(token_ids))``
-    tokens if `outcome` says so, frees duplicates, the unaligned tail and the
-    over-allocation, unlocks the prefix and frees the row last. What `fences`
-    still protect goes to quarantine, from where `KVCacheManager.reclaim` frees
-    it; a published prefix stays locked until then. It reads the recorded
-    lengths and infers none.
+    If `outcome` says so, it publishes the whole pages of ``min(kv_committed_len, len(token_ids))``
+    tokens. It frees duplicates, the unaligned tail and the over-allocation, unlocks the prefix and
+    frees the row last.
+
+    Memory that `fences` still protect goes to quarantine, from where `KVCacheManager.reclaim` frees
+    it. A published prefix stays locked until then. All lengths are the recorded ones; none is
+    inferred.
 
     Args:
         kv_cache: the manager that opened `lease`.
-        lease: what to release; closed by this call, but for `SAVED`.
-        outcome: why.
+        lease: the lease to release; closed by this call, except for `SAVED`.
+        outcome: the reason.
         token_ids: the tokens whose KV is written, by forwards and transfers that have ended.
         fences: forwards and transfers that may still read or write the pages.
 

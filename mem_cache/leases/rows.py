@@ -1,7 +1,7 @@
-"""What each row of the page tables holds: a lease's lengths, promises and pages, as arrays.
+"""The rows of the page tables: leases' lengths, promises and pages, as arrays.
 
-The row of a request is what SGLang calls `req_to_token`: an array for all
-requests, so that a step of many of them is a few numpy operations.
+SGLang calls this table `req_to_token`. It is one array for all requests, so that a step of many of
+them is a few numpy operations.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
 
 Ints = npt.NDArray[np.signedinteger[Any]]
-"""One number a lease."""
+"""An array with one number a lease."""
 
 
 class Rows:
     """The lengths, promises and page tables of all leases, and the rows that are free.
 
-    The last entry of each array, which -1 indexes, is nobody's and stays 0: a
-    lease that was released has row -1, and so its lengths are 0.
+    The last entry of each array, which -1 indexes, belongs to no lease and stays 0. A released
+    lease has row -1, and so its lengths are 0.
 
     Args:
-        pools: how many.
-        total: rows.
+        pools: the number of pools.
+        total: the number of rows.
         row_pages: pages of each pool that a row can have.
     """
 
@@ -37,17 +37,17 @@ class Rows:
         self.times_cleared = 0
         """How often a row was taken from its lease."""
         self.free_rows = list(range(total))[::-1]
-        """Rows that no lease has; the last is handed out next."""
+        """The rows that no lease has; the last is handed out next."""
         self.states = np.zeros(total + 1, np.uint8)
-        """``[rows]`` of `lease.LeaseState`."""
+        """The `lease.LeaseState` of each row, ``[rows]``."""
         self.committed = np.zeros(total + 1, np.int64)
         self.allocated = np.zeros(total + 1, np.int64)
         self.protected = np.zeros(total + 1, np.int64)
         self.promised_tokens = np.zeros(total + 1, np.int64)
         self.promised_pages = np.zeros((pools, total + 1), np.int64)
-        """``[pools, rows]`` pages that were promised and not yet taken."""
+        """Pages that were promised and not yet taken, ``[pools, rows]``."""
         self.frontiers = np.zeros((pools, total + 1), np.int64)
-        """``[pools, rows]`` the first page of each table that has not left the window."""
+        """The first page of each table that has not left the window, ``[pools, rows]``."""
         self.page_tables = np.full((pools, total + 1, row_pages), NO_PAGE, np.int32)
 
     def put_prefix(self, row: int, pages: Sequence[Pages], tokens: int) -> None:
@@ -66,7 +66,7 @@ class Rows:
         self.protected[row] = tokens
 
     def clear(self, row: int) -> None:
-        """Forget a row's lengths and tables; what running forwards read is their own snapshot."""
+        """Clear a row's lengths and tables; running forwards read their own copies."""
         for lengths in (self.committed, self.allocated, self.protected, self.promised_tokens):
             lengths[row] = 0
         self.times_cleared += 1
@@ -76,6 +76,6 @@ class Rows:
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
-    """``[starts[0], starts[0] + lengths[0])`` and so on, one after the other."""
+    """Join the ranges ``[starts[i], starts[i] + lengths[i])``, one after the other."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])

@@ -1,4 +1,4 @@
-"""What a session does with a lease between two turns: it saves, lends and rolls back."""
+"""The operations on a session's lease between two turns: save, lend and roll back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvrelay.mem_cache.shape import CacheShape
 class SessionLeases:
     """Leases that outlive a request, because a session keeps them for its next turn.
 
-    `session.Sessions` decides when; this changes the lease and its pages.
+    `session.Sessions` decides when; this class changes the lease and its pages.
 
     Args:
         shape: of the cache.
-        rows: in which lengths and page tables are recorded.
+        rows: has the lengths and page tables.
         allocator: of the pages.
         promises: made to a turn, and withdrawn when it ends.
         lengths: of all leases.
@@ -44,7 +44,7 @@ class SessionLeases:
     def save(self, lease: Lease, pending: Sequence[Fence] = ()) -> None:
         """Give an open lease to a session: it keeps its pages and its row, but no promise.
 
-        A page that was set aside is freed: the turn has succeeded.
+        A page that was set aside is freed, because the turn has succeeded.
         """
         pending = lease.pending(pending)
         lease.move_to(LeaseState.SAVED)
@@ -63,22 +63,21 @@ class SessionLeases:
         pending: Sequence[Fence] = (),
         headroom: Sequence[int] | None = None,
     ) -> bool:
-        """Let a session's next turn have its lease; `False` if memory is short.
+        """Lend a session's lease to its next turn. Returns `False` if memory is short.
 
-        Frees what lies beyond the page of token `prefix_len`, whatever it was
-        for; the page stays. Nothing is changed by a refusal, so that admission
-        may try again.
+        Frees all pages beyond the page of token `prefix_len`; that page stays. A refusal changes
+        nothing, so admission may try again.
 
         Args:
             lease: saved.
             holder: the turn.
             prefix_len: tokens that are kept.
-            promised_tokens: that the turn may come to hold.
-            fresh_boundary: the unaligned last page will be written from its start, by a read
-                that may fail: a fresh page takes its place, and `kv_committed_len` is where
-                it begins. The old one is set aside for `roll_back`.
+            promised_tokens: the most tokens that the turn may hold.
+            fresh_boundary: whether the unaligned last page will be written from its start, by a
+                read that may fail. Then a fresh page takes its place, and `kv_committed_len` is
+                where it begins. The old one is set aside for `roll_back`.
             pending: what may still read or write the pages from the last turn.
-            headroom: pages of each pool that must stay free, or evictable, and promised to nobody.
+            headroom: pages of each pool that must stay free, or evictable, and unpromised.
         """
         if promised_tokens < prefix_len:
             raise KVCacheError(f"{holder}: promise of {promised_tokens} for {prefix_len} tokens")
@@ -104,11 +103,11 @@ class SessionLeases:
         return True
 
     def roll_back(self, lease: Lease, prefix_len: int, pending: Sequence[Fence] = ()) -> None:
-        """Make a turn's lease again what `borrow` made it, so that it can be saved.
+        """Restore a turn's lease to what `borrow` made it, so that it can be saved.
 
         Args:
             lease: open, and `lease.can_go_back` to `prefix_len`.
-            prefix_len: what the turn was lent it with.
+            prefix_len: the tokens that the turn was lent.
             pending: what may still read or write the pages from the turn.
         """
         lease.check_open("rolling back")

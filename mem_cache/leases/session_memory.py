@@ -31,19 +31,19 @@ from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, TokenIds
 
 @dataclass(slots=True)
 class _Session:
-    """One conversation's memory."""
+    """The memory of one conversation."""
 
     lease: Lease
     fences: tuple[Fence, ...]
-    """What may still read or write it from its last turn."""
+    """The fences of the last turn, which may still read or write it."""
     idle_since: float
     token_ids: TokenIds
-    """Those whose KV is written."""
+    """The tokens whose KV is written."""
     prefix_len: int = 0
-    """What its running turn began with."""
+    """The tokens that its running turn began with."""
     closing: bool = False
     owner: str = ""
-    """Whose it is: see `SessionMemory.evict_oldest`."""
+    """The owner of the session: see `SessionMemory.evict_oldest`."""
 
     @property
     def lent(self) -> bool:
@@ -57,7 +57,7 @@ class SessionMemory:
 
     Args:
         kv_cache: has their memory.
-        clock: seconds, monotonic; tells who has been idle.
+        clock: seconds, monotonic; measures how long sessions are idle.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class SessionMemory:
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
         self.locked_pages = 0
-        """Of the index and the first pool, that idle sessions lock."""
+        """The number of the index's pages, of the first pool, that idle sessions lock."""
         self._locks = np.zeros(kv_cache.audit.page_counts()[0].total, np.int32)
-        """How many idle sessions lock each page of the first pool."""
+        """The number of idle sessions that lock each page of the first pool."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._sessions
@@ -78,7 +78,7 @@ class SessionMemory:
         return len(self._sessions)
 
     def token_ids(self, session_id: str) -> TokenIds | None:
-        """The tokens whose KV an idle session has; None: it is lent, or not known."""
+        """Get the tokens whose KV an idle session has; None: it is lent, or not known."""
         session = self._sessions.get(session_id)
         return None if session is None or session.lent else session.token_ids
 
@@ -95,14 +95,14 @@ class SessionMemory:
         token_ids: TokenIds = NO_TOKENS,
         owner: str = "",
     ) -> Outcome:
-        """A turn has ended well: its lease is the session's. Makes the session if it is new.
+        """Give the lease of a turn that ended well to its session. Makes the session if it is new.
 
         Args:
             session_id: any string.
             lease: open; of the turn.
             fences: what may still read or write its pages.
-            token_ids: those whose KV is written.
-            owner: whose it is.
+            token_ids: the tokens whose KV is written.
+            owner: of the session.
 
         Returns:
             How the turn's memory was released: it was saved.
@@ -130,9 +130,9 @@ class SessionMemory:
         fresh_boundary: bool = False,
         headroom: Sequence[int] | None = None,
     ) -> Lease | None:
-        """Lend the session's lease to its next turn; `None` if memory is short: try again.
+        """Lend the session's lease to its next turn. Returns `None` if memory is short: try again.
 
-        `SessionLeases.borrow` says what becomes of the pages.
+        `SessionLeases.borrow` describes the fate of the pages.
         """
         session = self._idle(session_id)
         lent = self._kv_cache.sessions.borrow(
@@ -151,10 +151,10 @@ class SessionMemory:
         return session.lease
 
     def roll_back(self, session_id: str, fences: Iterable[Fence] = ()) -> bool:
-        """A turn has failed: the session is again what it was when the turn began.
+        """Restore the session, after a failed turn, to what it was when the turn began.
 
-        `False` if it cannot be, because a window has moved on or the turn has
-        published: then its memory is released, and the next turn begins without.
+        Returns `False` if a window has moved on or the turn has published. Then its memory is
+        released, and the next turn begins without.
         """
         session = self._lent(session_id)
         fences = tuple(fences)
@@ -168,9 +168,9 @@ class SessionMemory:
         return True
 
     def forget(self, session_id: str, fences: Iterable[Fence] = ()) -> None:
-        """A turn was aborted: its memory is released, and the next one begins without any.
+        """Release the memory of an aborted turn, so that the next one begins without any.
 
-        Here, because only the session knows what the turn before may have in flight.
+        It is done here, because only the session knows which fences the previous turn left.
         """
         session = self._lent(session_id)
         del self._sessions[session_id]
@@ -188,7 +188,7 @@ class SessionMemory:
             self._release(session_id)
 
     def expire(self, idle_seconds: float) -> list[str]:
-        """End the sessions that have been idle for so long; returns their ids."""
+        """End the sessions that have been idle for `idle_seconds`. Returns their ids."""
         limit = self._clock() - idle_seconds
         expired = [name for name, one in self._sessions.items() if self._is_idle_since(one, limit)]
         for name in expired:
@@ -196,10 +196,10 @@ class SessionMemory:
         return expired
 
     def evict_oldest(self, last: str = "") -> str | None:
-        """End the session that has been idle for longest, to make room; never one that is lent.
+        """End the session that has been idle the longest, to make room; never one that is lent.
 
-        First of owners above their share: they keep more idle tokens than an equal part of what
-        all keep. Session `last` comes after all others.
+        First come sessions of owners above their share: they keep more idle tokens than an equal
+        part of all. Session `last` comes after all others.
         """
         idle = {name: one for name, one in self._sessions.items() if not one.lent}
         if not idle:
@@ -218,7 +218,7 @@ class SessionMemory:
         return name
 
     def count_reclaimable(self) -> list[int]:
-        """For each pool the pages that come back if all idle sessions end: nobody else has them."""
+        """Count for each pool the pages that come back if all idle sessions end."""
         audit = self._kv_cache.audit
         return [
             int(
@@ -231,7 +231,7 @@ class SessionMemory:
         ]
 
     def _note_locks(self, lease: Lease, change: int) -> None:
-        """A lease has become idle (1), or is idle no more (-1)."""
+        """Note that a lease has become idle (1), or is no longer idle (-1)."""
         pages = lease.pages()[: lease.num_protected_pages]
         pages = pages[pages != NO_PAGE]
         before = np.count_nonzero(self._locks[pages])

@@ -1,4 +1,4 @@
-"""What the prefix index has of one pool: how much is locked, and what is evicted next."""
+"""The prefix index's counts and eviction order of one pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrelay.mem_cache.prefix.radix_node import RadixNode
 
 
 class EvictionQueue:
-    """The nodes with pages of one pool; of those that are not locked, the least recently used.
+    """The nodes with pages of one pool, and the least recently used of those that are not locked.
 
     In a pool without a window only leaves can be evicted, in one with a window any node.
 
@@ -21,9 +21,9 @@ class EvictionQueue:
 
     def __init__(self, pool: int, *, windowed: bool) -> None:
         self.size = 0
-        """Pages that the tree's nodes have."""
+        """The number of pages that the tree's nodes have."""
         self.evictable = 0
-        """How many of them no lock keeps."""
+        """The number of pages that no lock keeps."""
         self._pool = pool
         self._windowed = windowed
         # By last use, which is out of date until the node is looked at.
@@ -43,7 +43,7 @@ class EvictionQueue:
             node = node.parent
 
     def lock_again(self, lowest: RadixNode, start: int) -> None:
-        """`lock` what is locked already."""
+        """Lock again what is locked already."""
         for node in lowest.path():
             if node.depth < start:
                 return
@@ -51,7 +51,7 @@ class EvictionQueue:
             node.locks[self._pool] += 1
 
     def unlock(self, lowest: RadixNode, start: int) -> None:
-        """End one `lock`."""
+        """End one lock."""
         pool, node = self._pool, lowest
         while node.parent is not None and node.depth >= start:
             node.locks[pool] -= 1
@@ -66,13 +66,13 @@ class EvictionQueue:
     # Pages
 
     def count_pages(self, node: RadixNode) -> None:
-        """A node that had no pages of this pool has some now."""
+        """Count the pages of a node that had none of this pool before."""
         number = len(node.present(self._pool))
         self.size += number
         self.evictable += 0 if node.locks[self._pool] else number
 
     def drop_pages(self, node: RadixNode) -> Pages:
-        """Take the pages of this pool from an unlocked node; returns them."""
+        """Take the pages of this pool from an unlocked node. Returns them."""
         pages = node.present(self._pool)
         self.size -= len(pages)
         self.evictable -= len(pages)
@@ -100,7 +100,7 @@ class EvictionQueue:
         heapq.heappush(self._queue, (node.used, next(self._tie), node))
 
     def pop(self) -> RadixNode:
-        """The least recently used node of those that may be evicted; there must be one."""
+        """Take the least recently used node that may be evicted; there must be one."""
         while True:
             used, _, node = heapq.heappop(self._queue)
             node.queued[self._pool] = False
@@ -109,7 +109,7 @@ class EvictionQueue:
             self.push(node)
 
     def _forget_removed(self) -> None:
-        """Drop the entries of nodes that are no part of the tree any more."""
+        """Drop the entries of nodes that no longer belong to the tree."""
         self._queue = [entry for entry in self._queue if entry[2].parent is not None]
         heapq.heapify(self._queue)
         self._most_entries = 2 * len(self._queue) + 64

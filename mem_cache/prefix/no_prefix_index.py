@@ -1,4 +1,4 @@
-"""The prefix index of a worker without one: it has what choices of one request share."""
+"""The prefix index of a worker without one: it holds only pages that choices of a request share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 class NoPrefixIndex:
     """A `PrefixIndex` that finds nothing and keeps nothing.
 
-    Only what is shared is in a tree, for as long as somebody locks it.
+    Only shared pages are in a tree, as long as they are locked.
 
     Args:
         page_size: tokens a page.
@@ -32,7 +32,7 @@ class NoPrefixIndex:
         return self._nothing
 
     def hold(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:
-        """Hold nothing: what is shared is locked by those who share it."""
+        """Hold nothing: shared pages are locked by those who share them."""
         return self._nothing
 
     def lock_again(self, lock: PrefixLock) -> None:
@@ -41,7 +41,7 @@ class NoPrefixIndex:
             self._shared.lock_again(lock)
 
     def unlock(self, lock: PrefixLock) -> tuple[Pages, ...]:
-        """Let go of what nobody locks any more."""
+        """Let go of pages that are no longer locked."""
         if lock is self._nothing:
             return self._nothing.pages
         return self._let_go(self._shared.unlock(lock))
@@ -54,7 +54,7 @@ class NoPrefixIndex:
         return left, self._let_go(gone)
 
     def _let_go(self, gone: tuple[Pages, ...]) -> tuple[Pages, ...]:
-        """Evict all that nobody locks; returns it with what is `gone` already, by pool."""
+        """Evict all unlocked pages. Returns them by pool, with those that are `gone` already."""
         pools = range(len(gone))
         evicted = [self._shared.evict(pool, self._shared.evictable(pool)) for pool in pools]
         return tuple(np.concatenate(pages) for pages in zip(gone, *evicted, strict=True))
@@ -68,32 +68,32 @@ class NoPrefixIndex:
         return self._shared.share(token_ids, pages, namespace)
 
     def finds(self, lock: PrefixLock) -> bool:
-        """What is shared was never forgotten."""
+        """Return True: shared pages are never forgotten."""
         return True
 
     def forget(self, token_ids: TokenIds, start: int, namespace: str = "") -> None:
-        """Do nothing: nobody finds anything."""
+        """Do nothing: no pages are found."""
 
     def evict(self, pool: int, num_pages: int) -> tuple[Pages, ...]:
         """See `PrefixIndex`."""
         return self._shared.evict(pool, num_pages)
 
     def evictable(self, pool: int) -> int:
-        """What is shared and no window sees any more."""
+        """Count the shared pages that no window sees any more."""
         return self._shared.evictable(pool)
 
     def size(self, pool: int) -> int:
-        """What is shared."""
+        """Count the shared pages."""
         return self._shared.size(pool)
 
     def take_changes(self) -> PrefixChanges | None:
-        """Tell nothing: nobody finds anything."""
+        """Return None: no pages are found."""
         return None
 
     def marks(self) -> tuple[int, ...] | None:
-        """Tell nothing."""
+        """Return None: no pages are found."""
         return None
 
     def audit(self) -> tuple[Pages, ...]:
-        """What is shared."""
+        """List the shared pages."""
         return self._shared.audit()

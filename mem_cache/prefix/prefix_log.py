@@ -1,4 +1,4 @@
-"""Which pages the prefix index has begun, or ceased, to find: told to those who place requests."""
+"""The pages that the prefix index begins, or ceases, to find, reported to routers and listeners."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
 
 
 class PageListener(Protocol):
-    """Hears of each page that is found, or no more; on the engine's thread, and must not block."""
+    """An interface that hears of found pages; on the engine's thread, and must not block."""
 
     def stored(self, before: bytes | None, hashes: bytes, tokens: bytes) -> None:
-        """Neighbouring pages are found from now on.
+        """Note that a run of pages is found from now on.
 
         Args:
-            before: the hash of the page before; None: they are the first ones.
-            hashes: theirs, one after the other.
-            tokens: theirs, as int32.
+            before: the hash of the page before; None: the run begins a prompt.
+            hashes: of the pages, one after the other.
+            tokens: of the pages, as int32.
         """
         ...
 
     def removed(self, hashes: bytes) -> None:
-        """Neighbouring pages are found no more."""
+        """Note that a run of pages is no longer found."""
         ...
 
 
 class LowerTier(Protocol):
-    """Keeps pages that the prefix index has, or had, outside of the device's memory."""
+    """An interface to a tier that keeps pages of the prefix index outside of the device."""
 
     def published(self, node: RadixNode) -> None:
-        """The index has a node more, with its pages' hashes, or has pages of a window again.
+        """Note a new node of the index with its pages' hashes, or one that has window pages again.
 
-        They may be copied.
+        Its pages may be copied.
         """
         ...
 
     def forget(self, key: bytes) -> None:
-        """Keep neither the page of this hash nor what continues it."""
+        """Drop the page of this hash and its continuations."""
         ...
 
     def marks(self) -> Iterable[int]:
-        """The marks of all that can be brought back."""
+        """List the marks of all pages that can be brought back."""
         ...
 
 
 class PrefixLog:
-    """Hashes the pages of the prefix index's nodes, and collects what changes.
+    """The page hashes of the prefix index's nodes, and the changes since they were last taken.
 
-    A page of which some pools lack their part counts as found; so where there is a
-    window, what is told is what may be found.
+    A page that some pools lack counts as found. So with a window the reports contain pages that may
+    be found.
 
     Args:
         hashes: of the worker's model.
         most_changes: marks that are kept between two calls of `take`.
-        listener: hears of every page; None: nobody does.
+        listener: hears of every page; None: there is none.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class PrefixLog:
         self._overflown = False
         self._lower: LowerTier | None = None
         self._tiers: Counter[int] = Counter()
-        """In how many tiers each mark is found, if there is a lower one."""
+        """The number of tiers in which each mark is found, if there is a lower one."""
 
     def attach(self, lower: LowerTier) -> None:
-        """Tell a lower tier what is published and forgotten; what it has counts as found, too."""
+        """Report published and forgotten pages to a lower tier, whose pages count as found, too."""
         self._lower = lower
 
     def lower_marks(self) -> Iterable[int]:
-        """The marks of what a lower tier has."""
+        """List the marks of a lower tier's pages."""
         return () if self._lower is None else self._lower.marks()
 
     def forget(self, token_ids: TokenIds, start: int, namespace: str) -> None:
-        """Let a lower tier forget `token_ids` from token `start` on, and what continues them."""
+        """Make a lower tier forget `token_ids` from token `start` on, and their continuations."""
         end = start + self.hashes.page_size
         if self._lower is None or end > len(token_ids):
             return
@@ -95,9 +95,9 @@ class PrefixLog:
         self._lower.forget(keys[-HASH_BYTES:])
 
     def store(self, node: RadixNode) -> None:
-        """A node was added below another one: hash its pages, from now on they are found.
+        """Hash the pages of a node that was added below another one; they are found from now on.
 
-        Nothing is, below a node that nobody finds any more: that has no hashes.
+        Below a hidden node, which has no hashes, none is found.
         """
         parent = node.parent
         assert parent is not None
@@ -113,12 +113,12 @@ class PrefixLog:
                 self._lower.published(node)
 
     def restore(self, node: RadixNode) -> None:
-        """A node that is known has pages of a window again, which had evicted them."""
+        """Report a node that has pages of a window again after their eviction."""
         if self._lower is not None and node.hashes:
             self._lower.published(node)
 
     def remove(self, nodes: Iterable[RadixNode]) -> None:
-        """These nodes are found no more."""
+        """Note that these nodes are no longer found."""
         for node in nodes:
             self.record(self.marks(node), found=False)
             if self._listener is not None and node.hashes:
@@ -126,11 +126,11 @@ class PrefixLog:
             node.hashes = b""
 
     def marks(self, node: RadixNode) -> list[int]:
-        """The marks of a node's pages."""
+        """Compute the marks of a node's pages."""
         return self.hashes.marks(node.hashes, node.depth // self.hashes.page_size)
 
     def take(self) -> PrefixChanges | None:
-        """What has changed since the last call; None: nothing."""
+        """Take the changes since the last call. Returns None if there are none."""
         if self._overflown:
             self._overflown = False
             return PrefixChanges(overflown=True)
@@ -143,7 +143,7 @@ class PrefixLog:
         )
 
     def record(self, marks: Iterable[int], *, found: bool) -> None:
-        """One tier finds these marks from now on, or no more. The last change of a mark counts."""
+        """Note that one tier finds these marks, or not any more. A mark's last change counts."""
         if self._lower is not None:
             marks = self._count_tiers(marks, found)
         if self._overflown:
@@ -153,7 +153,7 @@ class PrefixLog:
             self._changes, self._overflown = {}, True
 
     def _count_tiers(self, marks: Iterable[int], found: bool) -> list[int]:
-        """Those of the marks that no other tier finds."""
+        """Select the marks that no other tier finds."""
         alone = []
         for mark in marks:
             tiers = self._tiers[mark] = self._tiers[mark] + (1 if found else -1)

@@ -1,4 +1,4 @@
-"""The nodes of the prefix index: one tree a namespace, in which paths are found and cut."""
+"""The nodes of the prefix index: one tree for each namespace, in which paths are found and cut."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvrelay.mem_cache.prefix.radix_node import RadixNode
 
 
 class RadixForest:
-    """Finds, splits, joins, adds and removes nodes. It knows nothing of who locks them.
+    """The trees of nodes: finds, splits, joins, adds and removes nodes. It knows nothing of locks.
 
     Args:
         page_size: tokens a page.
-        queues: for each pool, to which nodes are added that may be evicted.
+        queues: for each pool the queue to which evictable nodes are added.
         every_pool_has_window: whether locks may begin anywhere in every pool.
-        long_row: nodes without branches that are joined.
-        log: is told which nodes are found; None: nobody asks.
+        long_row: the number of nodes without branches from which a row is joined.
+        log: hears which nodes are found; None: there is none.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class RadixForest:
         self._clock = count(1)
 
     def nodes(self) -> Iterator[RadixNode]:
-        """All nodes but the tops. For audits and tests."""
+        """Yield all nodes but the tops. For audits and tests."""
         for top in self._tops.values():
             for child in top.children.values():
                 yield from _subtree(child)
 
     def marks(self) -> Iterator[int]:
-        """The marks of all that is found, if there is a log."""
+        """Yield the marks of all that is found, if there is a log."""
         if self._log is not None:
             for node in self.nodes():
                 yield from self._log.marks(node)
@@ -57,7 +57,7 @@ class RadixForest:
     # Finding
 
     def top(self, namespace: str) -> RadixNode:
-        """Where a namespace's tree begins; a new one is not kept until something is inserted."""
+        """Get the top of a namespace's tree; a new one is not kept until something is inserted."""
         top = self._tops.get(namespace)
         if top is None:
             pages: list[Pages | None] = [NO_PAGES for _ in self._queues]
@@ -66,7 +66,7 @@ class RadixForest:
         return top
 
     def descend(self, node: RadixNode, token_ids: TokenIds) -> tuple[RadixNode, int]:
-        """The node at which the longest known prefix ends, and that prefix's tokens."""
+        """Find the node at which the longest known prefix ends, and count that prefix's tokens."""
         size, now, at = self._page_size, next(self._clock), 0
         end = len(token_ids) // size * size
         while at < end:
@@ -84,7 +84,7 @@ class RadixForest:
         return node, at
 
     def _same(self, ours: TokenIds, theirs: TokenIds) -> int:
-        """Tokens in which they agree from the start, in whole pages."""
+        """Count the tokens in which they agree from the start, in whole pages."""
         length = min(len(ours), len(theirs))
         differs = ours[:length] != theirs[:length]
         first = int(differs.argmax())
@@ -94,7 +94,7 @@ class RadixForest:
     # Splitting and joining
 
     def split_at(self, lowest: RadixNode, position: int) -> None:
-        """Let a node begin at token `position`, on the path to `lowest`."""
+        """Split the path to `lowest` so that a node begins at token `position`."""
         for node in lowest.path():
             if node.depth <= position:
                 if node.depth < position:
@@ -119,7 +119,7 @@ class RadixForest:
         self._join(row[::-1])
 
     def _join(self, row: list[RadixNode]) -> None:
-        """Let the lowest of a row, from top to bottom, be all of it if the row is long."""
+        """Merge a row, from top to bottom, into its lowest node if the row is long."""
         if len(row) < self._long_row:
             return
         row[-1].absorb(row[:-1])
@@ -143,13 +143,13 @@ class RadixForest:
         return child
 
     def keep_top(self, namespace: str, top: RadixNode) -> None:
-        """Keep a namespace's tree from now on: something is added to it."""
+        """Keep a namespace's tree from now on, because something is added to it."""
         self._tops[namespace] = top
         if self._log is not None:
             top.hashes = self._log.hashes.root(namespace)
 
     def hide(self, node: RadixNode) -> None:
-        """Let nobody find a node, nor what is below it; locks on them are ended as ever."""
+        """Make a node and all below it unfindable; locks on them are ended as usual."""
         if self._log is not None:
             self._log.remove(list(_subtree(node)))
         parent = node.parent
@@ -160,7 +160,7 @@ class RadixForest:
         parent.children[node.key] = node
 
     def remove_leaf(self, leaf: RadixNode) -> RadixNode:
-        """Take a leaf away, and the tree if it is empty now. Returns the node above the leaf."""
+        """Remove a leaf, and the tree if it is empty now. Returns the node above the leaf."""
         parent = leaf.parent
         assert parent is not None
         if self._log is not None:
@@ -173,7 +173,7 @@ class RadixForest:
 
 
 def _subtree(node: RadixNode) -> Iterator[RadixNode]:
-    """A node and all that is below it."""
+    """Yield a node and all that is below it."""
     todo = [node]
     while todo:
         node = todo.pop()

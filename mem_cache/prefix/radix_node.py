@@ -13,17 +13,17 @@ from kvrelay.wire.page_hash import HASH_BYTES
 
 
 class RadixNode:
-    """Tokens of one or more whole pages. What comes before is above, what comes after below.
+    """Tokens of one or more whole pages. Earlier tokens are in nodes above, later ones below.
 
     The node at the top of a tree has no tokens and no parent.
 
     Args:
         parent: the node above.
-        key: the bytes of its first page's tokens, under which the parent has it; at the top
-            of a tree its namespace; of a node that is hidden, no tokens'.
+        key: the bytes of its first page's tokens, its key in the parent. At the top of a tree it is
+            the namespace; a hidden node's key is no page's tokens.
         tokens: of whole pages.
         pages: for each pool; None in a window pool that has evicted them.
-        locks: for each pool how many locks there are on the pages.
+        locks: for each pool the number of locks on the pages.
     """
 
     __slots__ = (
@@ -51,42 +51,42 @@ class RadixNode:
         self.parent = parent
         self.key = key
         self.hidden = False
-        """Nobody finds it, nor what is below it, any more."""
+        """Whether it, and everything below it, is no longer found."""
         self.depth = 0 if parent is None else parent.end
-        """Tokens before this node's first."""
+        """The number of tokens before this node's first."""
         self.tokens = tokens
         self.hashes = b""
-        """Of its pages, one after the other, if there is a `PrefixLog` and the node is found; at
-        the top of a tree what the first page's begins with."""
+        """The hashes of its pages, one after the other, if there is a `PrefixLog` and the node is
+        found. At the top of a tree it is the root hash of the namespace."""
         self.pages = pages
         self.locks = locks
         self.children: dict[bytes, RadixNode] = {}
         self.used = 0
-        """When it was last matched: the tree's count of matches."""
+        """The number of its last match, by the tree's count of matches."""
         self.queued = [False] * len(pages)
         """For each pool whether it is in the `EvictionQueue`."""
 
     @property
     def end(self) -> int:
-        """Tokens from the top to here, this node's included."""
+        """The number of tokens from the top to here, with this node's."""
         return self.depth + len(self.tokens)
 
     def path(self) -> Iterator[RadixNode]:
-        """This node and those above it, but for the top."""
+        """Yield this node and those above it, except the top."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def present(self, pool: int) -> Pages:
-        """Its pages of a pool; none if the pool has evicted them."""
+        """Get its pages of a pool; none if the pool has evicted them."""
         pages = self.pages[pool]
         return NO_PAGES if pages is None else pages
 
     def split(self, at: int, page_size: int) -> RadixNode:
         """Cut this node after `at` of its tokens, whole pages; it stays the lower half.
 
-        Locks know the lowest node that they lock, so it must stay what it is.
+        A lock refers to the lowest node that it locks, which therefore must not change.
 
         Returns:
             The upper half, a new node with the same locks.
@@ -107,12 +107,13 @@ class RadixNode:
     def can_join(self, child: RadixNode, every_pool_has_window: bool) -> bool:
         """Whether no branch, no lock and no pages end or begin between this node and its child.
 
-        In each pool both must have pages, or neither, and as many locks must be
-        on the one as on the other. Equal numbers could still be different
-        locks: one that ends with this node, and one that begins with the child.
-        But in a pool without a window every lock begins at the top, so there
-        equal numbers are the same locks; and a lock ends at the same node in
-        all pools. If every pool has a window, the nodes may not be locked at all.
+        In each pool both must have pages, or neither, and both must have the same number of locks.
+        Equal numbers could still be different locks: one that ends with this node, and one that
+        begins with the child.
+
+        But in a pool without a window every lock begins at the top. So equal numbers there are the
+        same locks, and a lock ends at the same node in all pools. If every pool has a window, the
+        nodes must not be locked at all.
         """
         if len(self.children) > 1 or self.locks != child.locks:
             return False
@@ -122,10 +123,10 @@ class RadixNode:
         return all((own is None) == (below is None) for own, below in both)
 
     def absorb(self, above: Sequence[RadixNode]) -> None:
-        """Become one node with those above it, of which each is the only child of the one before.
+        """Merge the nodes above into this one; each of them has only one child.
 
         Args:
-            above: from top to bottom; they are no part of the tree any more.
+            above: from top to bottom; they no longer belong to the tree.
         """
         row, first = [*above, self], above[0]
         assert first.parent is not None
@@ -141,7 +142,7 @@ class RadixNode:
             node.parent = None
 
     def check(self, page_size: int, windows: Sequence[int | None]) -> None:
-        """Raise `ConservationError` if the node is not as it should be."""
+        """Raise `ConservationError` if the node is inconsistent."""
         parent = self.parent
         assert parent is not None
         last = len(self.tokens) // page_size

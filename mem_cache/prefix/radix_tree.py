@@ -1,20 +1,20 @@
 """The prefix index: a radix tree over whole pages.
 
-A node has the tokens of one or more pages and, for each pool, the pages
-themselves; its children differ in their first page. A node is split where a
-match or an insertion ends inside of it. The idea is SGLang's RadixAttention
-(Zheng et al., 2024), and so is that of its variant for sliding windows: a node
-may have lost its pages of a window pool, a leaf that nobody locks may not, and a prefix can be
+A node has the tokens of one or more pages and, for each pool, the pages themselves; its children
+differ in their first page. A node is split where a match or an insertion ends inside of it.
+
+The idea is SGLang's RadixAttention (Zheng et al., 2024), with its variant for sliding windows. A
+node may have lost its pages of a window pool, but an unlocked leaf may not. A prefix can be
 continued from where the tokens that its next token sees are there.
 
-Pages that are locked stay. The others are evictable, least recently used
-first: from a pool without a window leaf by leaf; from a window pool node by
-node, and a leaf that would lose its window's pages is removed with all of its pages.
+Pages that are locked stay. The others are evictable, least recently used first. A pool without a
+window is evicted leaf by leaf, a window pool node by node. A leaf that would lose its window's
+pages is removed with all of its pages.
 
-A split may outlive what it was made for, and looking up takes a microsecond a
-node. So a long row of nodes without branches is joined when it is matched to
-its end: then all of them were used last at the same time. A short row is not:
-the next lock would split it again, and a node is what is evicted at once.
+A split may outlive its purpose, and a look-up takes a microsecond a node. So a long row of nodes
+without branches is joined when it is matched to its end, because then all of them have the same
+last use. A short row is not joined: the next lock would split it again, and eviction takes a node
+at a time.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class _LockedNodes:
     """The nodes that a lock is on, so that it can be ended."""
 
     lowest: RadixNode
-    """A split leaves it the lowest."""
+    """The lowest locked node; after a split it is still the lowest."""
     starts: tuple[int, ...]
-    """For each pool the tokens before the uppermost node; a split leaves them as they are."""
+    """For each pool the tokens before the uppermost node; a split does not change them."""
 
 
 class RadixTree:
@@ -57,8 +57,8 @@ class RadixTree:
     Args:
         page_size: tokens a page.
         windows: for each pool the tokens that its layers look back; None: all.
-        long_row: nodes without branches that are joined.
-        log: collects what is found, and what no more; None: nobody asks.
+        long_row: the number of nodes without branches from which a row is joined.
+        log: collects which pages are found, and which no longer; None: there is none.
     """
 
     keeps = True
@@ -89,7 +89,7 @@ class RadixTree:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all namespaces; counted one by one, for tests and debugging."""
+        """The number of nodes of all namespaces; counted one by one, for tests and debugging."""
         return sum(1 for _ in self._forest.nodes())
 
     # PrefixIndex
@@ -113,9 +113,9 @@ class RadixTree:
             queue.lock_again(locked.lowest, start)
 
     def unlock(self, lock: PrefixLock) -> tuple[Pages, ...]:
-        """End one lock. Pages stay until they are evicted, unless nobody could continue from them.
+        """End one lock. Pages stay until they are evicted, unless no prefix can continue there.
 
-        Those are of a leaf that has lost its pages of a window pool while it was locked.
+        The exception is a leaf that has lost its pages of a window pool while it was locked.
         """
         locked = lock.entry
         assert isinstance(locked, _LockedNodes)
@@ -147,7 +147,7 @@ class RadixTree:
         return Inserted(self._lock(self._windows.continuable(node)), _joined(taken))
 
     def share(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
-        """The same as `insert`: what is inserted here is kept for everybody."""
+        """Call `insert`: everything inserted here is kept for all requests."""
         return self.insert(token_ids, pages, namespace)
 
     def finds(self, lock: PrefixLock) -> bool:
@@ -222,7 +222,8 @@ class RadixTree:
             0 ............ start ............ node.end
             | not locked   | locked           |
 
-        `start` is where the pages begin that the token sees; a node is made to begin there.
+        `start` is the beginning of the pages that the token sees; nodes are split so that one
+        begins there.
 
         Args:
             node: where the prefix ends.
@@ -240,7 +241,7 @@ class RadixTree:
         return PrefixLock(tuple(pages), _LockedNodes(node, tuple(starts)))
 
     def _pages_since(self, node: RadixNode, pool: int, start: int) -> Pages:
-        """The pages of the prefix that ends with `node`; `NO_PAGE` before token `start`."""
+        """Get the pages of the prefix that ends with `node`; `NO_PAGE` before token `start`."""
         size = self._page_size
         pages = np.full(node.end // size, NO_PAGE, np.int32)
         for above in node.path():
@@ -255,7 +256,7 @@ class RadixTree:
     def _restore_pages(
         self, node: RadixNode, pages: Sequence[Pages], taken: list[list[Pages]]
     ) -> None:
-        """Let offered pages take the place of those that a window pool has evicted.
+        """Replace pages that a window pool has evicted by the offered pages.
 
         If the offer has only the last of them, the node is split there.
         """
@@ -284,10 +285,10 @@ class RadixTree:
         pages: Sequence[Pages],
         taken: list[list[Pages]],
     ) -> RadixNode:
-        """Put the tokens after `node` below it; returns the leaf.
+        """Put the tokens after `node` below it. Returns the leaf.
 
-        A node has all of its pages of a pool or none. What is offered of a
-        window pool may lack its first pages: there the tokens are cut.
+        A node has all of its pages of a pool or none. The offer may lack the first pages of a
+        window pool. The tokens are cut there.
         """
         size = self._page_size
         first, last = node.end // size, len(token_ids) // size
@@ -305,7 +306,7 @@ class RadixTree:
     # Evicting
 
     def _remove_useless(self, node: RadixNode) -> tuple[Pages, ...]:
-        """Take a node away that nobody can continue from, if it is one; returns its pages."""
+        """Remove a node that no prefix can continue from, if it is one. Returns its pages."""
         if not _is_useless(node):
             return self._nothing
         gone: list[list[Pages]] = [[] for _ in self._pools]
@@ -313,7 +314,7 @@ class RadixTree:
         return _joined(gone)
 
     def _remove_leaf(self, node: RadixNode, evicted: list[list[Pages]]) -> None:
-        """Take a leaf away, and what above it would be a leaf without its window's pages."""
+        """Remove a leaf, and nodes above that would become leaves without window pages."""
         assert not any(node.locks), "a locked leaf is evicted"
         for pool, queue in enumerate(self._queues):
             evicted[pool].append(queue.drop_pages(node))
@@ -326,14 +327,14 @@ class RadixTree:
 
 
 def _is_useless(node: RadixNode) -> bool:
-    """Whether it is a leaf that nobody locks and that lacks its pages of a window pool."""
+    """Whether it is an unlocked leaf that lacks its pages of a window pool."""
     if node.parent is None or node.children or any(node.locks):
         return False
     return any(pages is None for pages in node.pages)
 
 
 def _num_lacking(offered: Pages) -> int:
-    """How many of the offered pages are `NO_PAGE`: always the first ones."""
+    """Count the offered pages that are `NO_PAGE`, which are always the first ones."""
     return int((offered == NO_PAGE).sum())
 
 

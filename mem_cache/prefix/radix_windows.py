@@ -1,4 +1,4 @@
-"""What a token sees of the pages in a radix tree, in pools with a window and without."""
+"""The pages in a radix tree that a token sees, in pools with a window and without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvrelay.mem_cache.prefix.radix_node import RadixNode
 
 
 class RadixWindows:
-    """Tells from where a prefix can be continued, and which part of it must be locked for that.
+    """The points from which a prefix can be continued, and the part of it that must be locked.
 
     Args:
         page_size: tokens a page.
@@ -22,19 +22,19 @@ class RadixWindows:
         self._page_size = page_size
 
     def first_seen(self, pool: int, position: int) -> int:
-        """The first position that a token at `position` sees in a pool's layers."""
+        """Find the first position that a token at `position` sees in a pool's layers."""
         window = self.by_pool[pool]
         return 0 if window is None else max(0, position - window + 1)
 
     def lock_start(self, pool: int, end: int) -> int:
-        """Where the lock on a prefix of `end` tokens begins: a multiple of the page size.
+        """Find the start of the lock on a prefix of `end` tokens, a multiple of the page size.
 
         Its last page is locked even if the next token does not see it.
         """
         return max(0, min(self.first_seen(pool, end), end - 1)) // self._page_size * self._page_size
 
     def continuable(self, node: RadixNode) -> RadixNode:
-        """The lowest node from `node` upwards after which every window's pages are there."""
+        """Find the lowest node from `node` upwards after which every window's pages are there."""
         while node.parent is not None:
             if all(self.sees(node, pool, node.end) for pool in range(len(self.by_pool))):
                 return node
@@ -42,7 +42,7 @@ class RadixWindows:
         return node
 
     def sees(self, node: RadixNode, pool: int, position: int) -> bool:
-        """Whether a token at `position` finds what it sees of `node` and above it."""
+        """Whether `node` and those above it have all pages that a token at `position` sees."""
         if self.by_pool[pool] is None:
             return True
         first = self.first_seen(pool, position)
@@ -58,7 +58,7 @@ class RadixWindows:
 
         Args:
             node: above the leaf.
-            pages: for each pool those that are offered for the leaf and all above it.
+            pages: for each pool the offered pages of the leaf and of all above it.
             matched: tokens up to the end of `node`.
             end: tokens up to the end of the leaf.
         """

@@ -1,4 +1,4 @@
-"""Bytes between memory and files, away from the caller: what stores on disks are built on."""
+"""An interface for moving bytes between memory and files, used by stores on disks."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Neighbouring bytes, in memory and in a file."""
+    """A run of bytes, in memory and in a file."""
 
     address: int
     offset: int
-    """In the file."""
+    """The position in the file."""
     nbytes: int
 
 
 class FileTransfer(Protocol):
-    """Bytes that move until a poll says that they have ended."""
+    """An interface to bytes that move until a poll reports their end."""
 
     def poll(self) -> bool | None:
-        """Make progress. None: bytes still move; else, once, whether all have moved."""
+        """Make progress. Returns None while bytes move; then, once, whether all have moved."""
         ...
 
 
 class FileIO(Protocol):
-    """Moves bytes between memory and open files. One thread calls it; no method blocks for long."""
+    """An interface that moves bytes between memory and open files.
+
+    One thread calls it; no method blocks for long.
+    """
 
     def add_memory(self, address: int, nbytes: int) -> None:
-        """Let transfers use this memory from now on. It stays as it is until `close`."""
+        """Let transfers use this memory from now on. It must stay until `close`."""
         ...
 
     def add_file(self, file: int, nbytes: int) -> None:
-        """Let transfers use the first so many bytes of a descriptor, which stays open."""
+        """Let transfers use the first `nbytes` of a descriptor, which stays open."""
         ...
 
     def remove_file(self, file: int) -> None:
-        """End `add_file`, before the descriptor is closed. No transfer uses it."""
+        """Undo `add_file`, before the descriptor is closed. No transfer may use it."""
         ...
 
     def read(self, file: int, pieces: Sequence[FilePiece]) -> FileTransfer:
@@ -49,5 +52,5 @@ class FileIO(Protocol):
         ...
 
     def close(self) -> None:
-        """End. Every transfer has ended."""
+        """Close it. Every transfer must have ended."""
         ...

@@ -13,7 +13,7 @@ from kvrelay.mem_cache.storage.storage_format import ALIGNMENT, StorageFormat
 from kvrelay.mem_cache.storage.storage_pages import MOST_OPERATIONS, MOST_PAGES, StoragePage
 
 HostMemory = Sequence[npt.NDArray[np.uint8]]
-"""For each pool of the host ``[pages, bytes]``: the bytes of each page lie together."""
+"""The host's pools, each as ``[pages, bytes]``: the bytes of each page are contiguous."""
 
 _SUM_STEP: Final = 0x9E3779B97F4A7C15
 
@@ -23,7 +23,7 @@ class PageBuffers:
 
     Args:
         layout: of the slots that pages go to.
-        memory: the host's pools. They stay where they are.
+        memory: the host's pools. They must stay in place.
     """
 
     def __init__(self, layout: StorageFormat, memory: HostMemory) -> None:
@@ -39,39 +39,39 @@ class PageBuffers:
 
     @property
     def num_taken(self) -> int:
-        """Blocks that are in use."""
+        """The number of blocks in use."""
         return len(self._headers) - len(self._free)
 
     def take(self, number: int) -> list[int]:
-        """Blocks for the headers of so many pages."""
+        """Take blocks for the headers of `number` pages."""
         assert number <= len(self._free), "too many operations at a time"
         return [self._free.pop() for _ in range(number)]
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Free blocks, which nothing reads or writes any more."""
+        """Give back blocks, which nothing reads or writes any more."""
         self._free += blocks
 
     def parts(self, block: int, slot: int) -> list[tuple[int, int]]:
-        """The address and the bytes of a header, and of a page in each pool, in a slot's order."""
+        """List address and bytes of a header, and of a page in each pool, in a slot's order."""
         parts = [(self._headers[block].ctypes.data, self._format.header_bytes)]
         return [*parts, *((pool[slot].ctypes.data, pool.shape[1]) for pool in self._memory)]
 
     def write_header(self, block: int, page: StoragePage) -> None:
-        """Make the header of a page that is to be written."""
+        """Write the header of a page that is to be written."""
         packed = self._format.pack_slot(page, self._checksum(page.slot))
         self._headers[block, : len(packed)] = np.frombuffer(packed, np.uint8)
 
     def clear_header(self, block: int) -> None:
-        """Let a block be no page's."""
+        """Clear a block, so that it is no page's header."""
         self._headers[block] = 0
 
     def is_page(self, block: int, page: StoragePage) -> bool:
-        """Whether what was read, header and bytes, is this page."""
+        """Whether the header and bytes that were read are this page's."""
         checksum = self._format.checksum_in(self._headers[block].tobytes(), page)
         return checksum is not None and checksum == self._checksum(page.slot)
 
     def is_another_page(self, block: int) -> bool:
-        """Whether what was read has the header of any page of this layout."""
+        """Whether the header that was read is one of any page of this layout."""
         return self._format.is_header(self._headers[block].tobytes())
 
     def _checksum(self, slot: int) -> int:
@@ -82,7 +82,7 @@ class PageBuffers:
 
 
 def _aligned_bytes(blocks: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """``[blocks, nbytes]`` zeros that begin at a multiple of `ALIGNMENT`."""
+    """Allocate ``[blocks, nbytes]`` zeros that begin at a multiple of `ALIGNMENT`."""
     memory = np.zeros(blocks * nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + blocks * nbytes].reshape(blocks, nbytes)

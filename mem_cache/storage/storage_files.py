@@ -1,9 +1,9 @@
 """A `PageStore` of files: preallocated segments of slots, in a folder that may be shared.
 
-What is written is safe before the index says so. What is read is believed only if the slot's
-header and the checksum say that it is the very page: so a reader needs no lock on what a writer,
-this process or another, may reuse meanwhile. Whatever is not the page is a miss, counted, and
-removed from where it was found.
+Written pages are safe before the index names them. A page that was read is believed only if the
+slot's header and the checksum say that it is the very page. So a reader needs no lock on slots that
+a writer, in this process or another, may reuse meanwhile. Anything that is not the page is a miss,
+is counted, and is removed from where it was found.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from kvrelay.mem_cache.storage.storage_pages import (
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS: Final = 0.05
-"""How old what is known of other folders may be."""
+"""The greatest age of the knowledge of other folders, in seconds."""
 _PROBE_BYTES: Final = 8 << 20
 _GUESSED_BYTES_PER_SECOND: Final = 5e8
 
 
 class FileStore:
-    """Keeps pages in files, and finds those of other workers in the same folder.
+    """A store that keeps pages in files, and finds those of other workers in the same folder.
 
     Args:
-        root: of all workers of one layout.
+        root: the folder of all workers of one layout.
         layout: of the slots.
         size: the most bytes of slots that this worker fills.
         page_size: tokens a page.
-        memory: the host's pools. They stay where they are.
+        memory: the host's pools. They must stay in place.
         io: moves bytes.
         clock: seconds.
 
@@ -92,7 +92,7 @@ class FileStore:
         self._puts: list[_Put] = []
         self._sync = DaemonThreads(1, "storage-sync")
         self.buffers = PageBuffers(layout, memory)
-        """What is read from and written to."""
+        """The memory that is read from and written to."""
         try:
             for address, nbytes in self.buffers.regions:
                 io.add_memory(address, nbytes)
@@ -129,9 +129,9 @@ class FileStore:
             self._own.forget(self._which_may_continue(keys))
 
     def _which_may_continue(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Of the pages here those that continue one of these, or of which nobody can say.
+        """Find the pages here that continue, or may continue, one of these.
 
-        What is before a page may be in another worker's folder, or was there.
+        The page before a page may be in another worker's folder, or may be gone from there.
         """
         may: dict[bytes, bool] = {NOTHING_BEFORE: False, **dict.fromkeys(keys, True)}
         for page in self._own.slots:
@@ -145,7 +145,7 @@ class FileStore:
         return [page.key for page in self._own.slots if may[page.key]]
 
     def _before(self, key: bytes) -> bytes | None:
-        """The key of the page before one; None: the page is nowhere."""
+        """Find the key of the page before one; None: the page is nowhere."""
         page = self._own.slots.find(key)
         if page is not None:
             return page.before
@@ -167,10 +167,10 @@ class FileStore:
         self._io.close()
 
     def measure_bytes_per_second(self) -> float:
-        """How fast bytes come from the disk, tried with some that the system has not in memory.
+        """Measure how fast uncached bytes come from the disk.
 
-        Blocks for some milliseconds; called before anything else. Where nothing can be written it
-        is a guess.
+        Blocks for some milliseconds; called before anything else. Returns a guess if nothing can be
+        written.
         """
         try:
             return measure_reads(self._own.path / "probe", self._memory[0], self._io)
@@ -200,11 +200,11 @@ class FileStore:
             folder.refresh()
 
     def has(self, key: bytes) -> bool:
-        """Whether a page should be there, by whomever."""
+        """Whether a page should be there, in any worker's folder."""
         return self._own.has(key) or any(folder.has(key) for folder in self._others.values())
 
     def find(self, key: bytes) -> PageLocation | None:
-        """Where a page lies; what is known to be cut off is removed."""
+        """Find the place of a page; one that is known to be cut off is removed."""
         if self._own.has(key):
             place = self._own.place_of(key)
             if place is not None:
@@ -214,7 +214,7 @@ class FileStore:
             if folder.has(key):
                 try:
                     place = folder.place_of(key)
-                except OSError:  # the page is there, for whoever has fewer files open
+                except OSError:  # the page is there, but this process has too many files open
                     continue
                 if place is not None:
                     return place
@@ -222,7 +222,7 @@ class FileStore:
         return None
 
     def drop_broken(self, key: bytes, folder: OtherFolder | None) -> None:
-        """What lies where a page should is not that page, or cannot be read: a miss."""
+        """Count and remove a page whose place has other bytes, or cannot be read: a miss."""
         self._broken += 1
         if self._broken == 10 ** (len(str(self._broken)) - 1):
             logger.warning(
@@ -231,7 +231,7 @@ class FileStore:
         self.drop(key, folder)
 
     def note_failure(self, place: PageLocation, key: bytes) -> None:
-        """A page could not be read. What another has, or what fails again, is broken."""
+        """Note a failed read. The page is broken if another worker has it, or if it fails again."""
         page = place.page
         if page is None or page.failed:
             self.drop_broken(key, place.folder)
@@ -239,7 +239,7 @@ class FileStore:
             page.failed = True
 
     def drop(self, key: bytes, folder: OtherFolder | None) -> None:
-        """Look for a page in its place no more."""
+        """Remove a page from its place, so that it is not looked for there again."""
         if folder is not None:
             folder.drop(key)
             return
@@ -247,7 +247,7 @@ class FileStore:
             self._own.drop([key])
 
     def pin(self, place: PageLocation) -> None:
-        """A transfer uses a slot from now on."""
+        """Note that a transfer uses a slot."""
         place.segment.begin()
         if place.page is not None:
             self._own.slots.pin(place.page)
@@ -261,7 +261,7 @@ class FileStore:
     # Bytes
 
     def pieces(self, block: int, page: StoragePage, offset: int) -> list[FilePiece]:
-        """A slot's header and page, in memory and from `offset` of its segment on."""
+        """Make the pieces of a slot's header and page, in memory and at `offset` in a segment."""
         pieces = []
         for address, nbytes in self.buffers.parts(block, page.slot):
             pieces.append(FilePiece(address, offset, nbytes))
@@ -275,7 +275,7 @@ class FileStore:
     # Writing
 
     def begin_write(self, pages: Sequence[StoragePage]) -> list[tuple[StoragePage, int]]:
-        """Slots for those of the pages that nobody has, as far as there is room."""
+        """Take slots for the pages that no worker has, as far as there is room."""
         if self._write_error and self._clock() < self._retry_at:
             return []
         missing = list({page.key: page for page in pages if not self.has(page.key)}.values())
@@ -287,7 +287,7 @@ class FileStore:
     def start_writes(
         self, pages: Sequence[tuple[StoragePage, int]], blocks: Sequence[int]
     ) -> list[tuple[int, FileTransfer]]:
-        """Write pages to slots, segment by segment; returns each segment's file."""
+        """Write pages to slots, segment by segment. Returns each segment's file and transfer."""
         pieces: dict[int, list[FilePiece]] = {}
         for (page, slot), block in zip(pages, blocks, strict=True):
             self.buffers.write_header(block, page)
@@ -296,7 +296,7 @@ class FileStore:
         return [(file, self._io.write(file, each)) for file, each in pieces.items()]
 
     def sync(self, files: Sequence[int]) -> Future[None]:
-        """Begin to make what was written to these files safe."""
+        """Begin to sync these files to the disk."""
         return self._sync.submit(_sync_all, files)
 
     def end_write(
@@ -305,9 +305,9 @@ class FileStore:
         cleared: Container[bytes],
         error: OSError | None,
     ) -> None:
-        """The bytes of these slots are safe, or are not: let them be found, or free them.
+        """End a write: let the pages be found if their bytes are safe, else free the slots.
 
-        Those that were cleared meanwhile, or written by another operation, are freed, too.
+        Slots of pages that were cleared meanwhile, or written by another operation, are freed, too.
         """
         fresh = []
         for page, slot in pages:
@@ -326,7 +326,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn writing off if the disk takes no more."""
+        """Stop writing if the disk takes no more."""
         try:
             yield
         except OSError as error:
@@ -346,13 +346,13 @@ class _Reading:
     """One page on its way to the host."""
 
     index: int
-    """Among the pages of its operation."""
+    """Its place among the pages of its operation."""
     place: PageLocation
     block: int
 
 
 class _Get:
-    """Reads pages: each segment's in one transfer."""
+    """An operation that reads pages, with one transfer for each segment."""
 
     def __init__(self, store: FileStore, pages: Sequence[StoragePage]) -> None:
         self._store = store
@@ -409,7 +409,7 @@ class _Get:
 
 
 class _Put:
-    """Writes pages, then makes them safe, then lets them be found."""
+    """An operation that writes pages, makes them safe, and then lets them be found."""
 
     def __init__(self, store: FileStore, pages: Sequence[StoragePage]) -> None:
         self._store = store
@@ -422,7 +422,7 @@ class _Put:
         self._failed = False
         self.ended = False
         self.cleared: set[bytes] = set()
-        """Keys of pages that are not to be kept after all."""
+        """The keys of pages that must not be kept after all."""
 
     def poll(self) -> Sequence[bool] | None:
         """See `StoreOperation`."""
@@ -456,7 +456,7 @@ class _Put:
 
 
 def measure_reads(path: Path, memory: npt.NDArray[np.uint8], io: FileIO) -> float:
-    """The bytes a second that come from a file into memory, which has the same bytes after it.
+    """Measure the bytes a second that come from a file into memory, whose bytes do not change.
 
     Raises:
         OSError: the file could not be written, or read.

@@ -1,8 +1,8 @@
 """The folders of a store of files: each is written by one worker, and read by all.
 
-A worker takes the first folder that no other holds, with what is in it: so what a worker leaves is
-its successor's, and there are no more folders than there were workers at a time. What says which
-one is held is a lock on a file, which the system takes away when the process ends.
+A worker takes the first folder that no other holds, with its content. So a worker's pages go to its
+successor, and there are no more folders than there were workers at a time. A folder is held by a
+lock on a file, which the system releases when the process ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_WRITERS: Final = 4096
 
 
 class SegmentFile:
-    """An open segment. It is closed when it is wanted no more and no transfer uses it."""
+    """An open segment. It is closed once it is no longer wanted and no transfer uses it."""
 
     def __init__(self, path: Path, flags: int, io: FileIO, nbytes: int) -> None:
         """Open it. `nbytes` of it may be used. Raises OSError."""
@@ -47,11 +47,11 @@ class SegmentFile:
 
     @property
     def nbytes(self) -> int:
-        """What it has at this moment. Raises OSError."""
+        """The size of the file now. Raises OSError."""
         return os.fstat(self.file).st_size
 
     def begin(self) -> None:
-        """A transfer uses it from now on."""
+        """Note that a transfer uses it."""
         self._users += 1
 
     def end(self) -> None:
@@ -60,7 +60,7 @@ class SegmentFile:
         self._close_if_unused()
 
     def close(self) -> None:
-        """No further transfer uses it."""
+        """Close it after its running transfers; no further one may begin."""
         self._wanted = False
         self._close_if_unused()
 
@@ -72,17 +72,17 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True)
 class PageLocation:
-    """Where a page lies."""
+    """The place of a page."""
 
     segment: SegmentFile
     offset: int
     page: StoredPage | None
-    """In this process's own folder; else it is another's."""
+    """The page's entry if it is in this process's own folder; None: it is in another's."""
     folder: OtherFolder | None
 
 
 class OtherFolder:
-    """A folder that another worker writes, or has written. Whatever is wrong there is a miss."""
+    """A folder that another worker writes, or has written. Any fault there is a miss."""
 
     def __init__(self, path: Path, layout: StorageFormat, io: FileIO) -> None:
         self._path = path
@@ -94,7 +94,7 @@ class OtherFolder:
         self._said = ""
 
     def refresh(self) -> None:
-        """Read what its writer has done since."""
+        """Read the changes that its writer has made since."""
         try:
             self._index.refresh()
         except OSError as error:
@@ -109,12 +109,12 @@ class OtherFolder:
         return key in self._index.pages.by_key
 
     def before(self, key: bytes) -> bytes | None:
-        """The key of the page before one that it should have; None: it has not."""
+        """Get the key of the page before one that it should have; None: it should not have it."""
         record = self._index.pages.by_key.get(key)
         return None if record is None else record.before
 
     def place_of(self, key: bytes) -> PageLocation | None:
-        """Where a page should be; None: not here.
+        """Find where a page should be; None: not here.
 
         Raises OSError if this process has too many files open.
         """
@@ -134,13 +134,13 @@ class OtherFolder:
         return PageLocation(segment, offset, None, self)
 
     def _warn(self, error: Exception) -> None:
-        """Say it, unless it was what was said last."""
+        """Log an error, unless it is the one that was logged last."""
         if str(error) != self._said:
             self._said = str(error)
             logger.warning("%s cannot be read: %s", self._path, error)
 
     def drop(self, key: bytes) -> None:
-        """What is in the place of a page is not this page: look for it there no more."""
+        """Forget a page whose place has other bytes, so that it is not looked for there again."""
         self._index.pages.forget(key)
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class OwnFolder:
     Args:
         root: of all folders of one layout; made if it is not there.
         layout: of the slots.
-        slots: how many there are to be.
+        slots: the number of slots.
         page_size: tokens a page.
         io: moves bytes.
 
@@ -180,12 +180,12 @@ class OwnFolder:
         self.slots = StorageSlots(slots, page_size)
         """The account of its slots."""
         self.broken = 0
-        """Pages of the index whose bytes are not there, and its records that are broken."""
+        """The number of the index's pages whose bytes are missing, and of its broken records."""
         self._format = layout
         self._io = io
         self._segments: dict[int, SegmentFile] = {}
         self._allocated: dict[int, int] = {}
-        """Slots that each segment's file has room for."""
+        """The number of slots that each segment's file has room for."""
         self.path, self._lock = _claim(root)
         self._index = IndexWriter(self.path, layout)
         try:
@@ -210,11 +210,11 @@ class OwnFolder:
             self._index.rewrite(self.slots)
 
     def _open_segments(self) -> bool:
-        """Open the segments that are there and right; remove the others, if there are any.
+        """Open the segments that are right; remove the others, if there are any.
 
         Returns:
-            whether there were none. If there were, others may have them open: the index must be
-            another file, so that they open all segments anew.
+            Whether there were no others. If there were, other workers may have them open. The index
+            must then be a new file, so that they open all segments anew.
         """
         is_whole = True
         for path in sorted(self.path.glob("segment-*")):
@@ -236,7 +236,7 @@ class OwnFolder:
             return file.read(len(self._format.file_header)) == self._format.file_header
 
     def _slots_wanted(self, number: int) -> int:
-        """How many slots a segment is to have."""
+        """Compute how many slots a segment should have."""
         rest = self.slots.total - number * self._format.segment_slots
         return min(rest, self._format.segment_slots)
 
@@ -258,7 +258,7 @@ class OwnFolder:
         return self.slots.find(key) is not None
 
     def place_of(self, key: bytes) -> PageLocation | None:
-        """Where a page is; None: not here."""
+        """Find the place of a page; None: not here."""
         page = self.slots.find(key)
         if page is None:
             return None
@@ -275,14 +275,14 @@ class OwnFolder:
         return PageLocation(segment, offset, page, None)
 
     def take(self, number: int) -> list[int]:
-        """Slots to write to, with room on the disk; fewer if the others are in use.
+        """Take slots to write to, with room on the disk; fewer if the others are in use.
 
         Raises:
             OSError: there is no room, or the disk fails. No slot is taken then.
         """
         taken, evicted = self.slots.take(number)
         try:
-            if evicted:  # or a crash would leave others' bytes under their names
+            if evicted:  # else a crash would leave other pages' bytes under their keys
                 self._index.append(IndexRecord(p.slot, p.key, p.before, False) for p in evicted)
             for slot in taken:
                 self._allocate(slot)
@@ -293,7 +293,7 @@ class OwnFolder:
         return taken
 
     def _allocate(self, slot: int) -> None:
-        """Have the disk reserve the whole segment of a slot, if it has not yet. Raises OSError."""
+        """Make the disk reserve the whole segment of a slot, if it has not yet. Raises OSError."""
         if self._has(slot):
             return
         number = slot // self._format.segment_slots
@@ -309,14 +309,14 @@ class OwnFolder:
         self._allocated[number] = wanted
 
     def segment_of(self, slot: int) -> tuple[SegmentFile, int]:
-        """Where a slot that was taken lies."""
+        """Find the segment of a slot that was taken, and the offset there."""
         number, offset = self._format.offset_of(slot)
         return self._segments[number], offset
 
     def publish(self, pages: Iterable[tuple[int, bytes, bytes]]) -> None:
-        """These slots, which were taken, have pages: a slot, a key and that of the page before.
+        """Record the pages of slots that were taken: a slot, a key and that of the page before.
 
-        Their bytes are safe.
+        Their bytes must be safe.
 
         Raises:
             OSError: the index could not be written. The slots are free.
@@ -334,12 +334,13 @@ class OwnFolder:
             self._index.rewrite(self.slots)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """`drop`, and make the slots no page's: so no other process takes them for these any more.
+        """Drop pages and overwrite their slots' headers, so that no process believes in them.
 
-        Nor a successor, whatever became of the index.
+        A successor does not, either, whatever became of the index.
 
         Raises:
-            OSError: the first of the errors; all else was done. Some still may.
+            OSError: the first of the errors; all else was done. Other processes may still find some
+                pages.
         """
         dropped = self.slots.drop_all(keys)
         errors: list[OSError] = []
@@ -358,10 +359,10 @@ class OwnFolder:
             raise errors[0]
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Let nobody find these pages any more, nor what continues them.
+        """Make these pages and their continuations unfindable.
 
         Raises:
-            OSError: other processes still may.
+            OSError: other processes may still find them.
         """
         self._tell_dropped(self.slots.drop_all(keys))
 
@@ -370,7 +371,7 @@ class OwnFolder:
             self._index.append(IndexRecord(p.slot, p.key, p.before, False) for p in dropped)
 
     def close(self) -> None:
-        """Close the files, and let another process have the folder."""
+        """Close the files, and release the folder for another process."""
         self._index.close()
         for segment in self._segments.values():
             segment.close()
@@ -379,7 +380,7 @@ class OwnFolder:
 
 @contextlib.contextmanager
 def _noting(errors: list[OSError]) -> Iterator[None]:
-    """Go on after an error, and remember it."""
+    """Continue after an error, and remember it."""
     try:
         yield
     except OSError as error:
@@ -387,7 +388,7 @@ def _noting(errors: list[OSError]) -> Iterator[None]:
 
 
 def other_folders(root: Path, own: Path) -> Iterator[Path]:
-    """The folders of other workers. Raises OSError."""
+    """Yield the folders of other workers. Raises OSError."""
     with os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX) and entry.name != own.name and _is_ours(entry):
@@ -395,7 +396,7 @@ def other_folders(root: Path, own: Path) -> Iterator[Path]:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder, no link, of this user: what others write there is not believed."""
+    """Whether it is a folder of this user, not a link; other users' files are not believed."""
     try:
         return entry.is_dir(follow_symlinks=False) and (
             entry.stat(follow_symlinks=False).st_uid == os.geteuid()
@@ -405,14 +406,14 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 
 
 def _check_ours(path: Path) -> None:
-    """Raise `PermissionError` unless it is a folder, no link, that this user alone can use."""
+    """Raise `PermissionError` unless it is a folder, not a link, that only this user can use."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{path} is not a folder of this user alone")
 
 
 def segment_name(number: int) -> str:
-    """The file of a segment."""
+    """Get the file name of a segment."""
     return f"segment-{number:06d}"
 
 
@@ -424,7 +425,7 @@ def _segment_number(path: Path) -> int | None:
 
 
 def _claim(root: Path) -> tuple[Path, int]:
-    """Take the first folder that nobody holds; returns it, and the file that is locked.
+    """Take the first folder that no process holds. Returns it, and the locked descriptor.
 
     Raises:
         OSError: none can be made, or locks do not work there.

@@ -1,4 +1,4 @@
-"""How a store of files lies on disk, down to its bytes. All numbers are little-endian.
+"""The layout of a store of files on disk, down to its bytes. All numbers are little-endian.
 
 ::
 
@@ -8,8 +8,8 @@
       segment-000000     a header, then slots of one size
         | header | slot 0: header, tokens, the page of each pool | slot 1 | ...
 
-A slot and its parts begin at multiples of `ALIGNMENT`. Its header says whose bytes they are, with
-a checksum of them and one of its own: who reads a slot believes nothing else.
+A slot and its parts begin at multiples of `ALIGNMENT`. Its header says whose bytes they are, with a
+checksum of them and one of its own. A reader of a slot believes nothing else.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kvrelay.mem_cache.storage.storage_pages import StoragePage
 
 ALIGNMENT: Final = 4096
 SEGMENT_BYTES: Final = 256 << 20
-"""A segment's slots have no more together, unless one has."""
+"""The most bytes of a segment's slots together, unless one slot is larger."""
 _VERSION: Final = 1
 _FILE_MAGIC: Final = b"kvrelayF"
 _SLOT_MAGIC: Final = b"kvrelayP"
 _FILE: Final = struct.Struct("<8sII32sQQ")
 """Magic, CRC-32 of what follows, version, layout, bytes of a slot, slots of a segment."""
 _SLOT: Final = struct.Struct("<8sII32s32s32sQQI")
-"""Magic, CRC-32 of what follows and of the tokens, version, layout, key, key of the page before,
+"""Magic, CRC-32 of the rest with the tokens, version, layout, key, key of the page before. Then
 bytes of the page, their checksum, bytes of its tokens."""
 _CHECKED_FROM: Final = 12
-"""Magic and CRC-32 come before."""
+"""The position after magic and CRC-32."""
 _RECORD: Final = struct.Struct("<IIQ32s32s")
 """CRC-32 of what follows, kind, slot, key, key of the page before."""
 RECORD_BYTES: Final = _RECORD.size
@@ -43,24 +43,24 @@ _DROP: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class IndexRecord:
-    """One line of the index: from here on a slot has a page, or has none."""
+    """One record of the index: from here on a slot has a page, or has none."""
 
     slot: int
     key: bytes
-    """Of the page that it has, or had."""
+    """The key of the page that it has, or had."""
     before: bytes
     """The key of the page before that."""
     is_there: bool = True
 
     def pack(self) -> bytes:
-        """Its `RECORD_BYTES`."""
+        """Pack it into `RECORD_BYTES`."""
         kind = _PUT if self.is_there else _DROP
         body = _RECORD.pack(0, kind, self.slot, self.key, self.before)[4:]
         return struct.pack("<I", zlib.crc32(body)) + body
 
     @classmethod
     def unpack(cls, packed: bytes) -> IndexRecord | None:
-        """The record of `RECORD_BYTES`; None if it is none, or was not written whole."""
+        """Unpack the record in `RECORD_BYTES`; None if it is none, or was not written whole."""
         crc, kind, slot, key, before = _RECORD.unpack(packed)
         if crc != zlib.crc32(packed[4:]) or kind not in (_PUT, _DROP):
             return None
@@ -80,11 +80,11 @@ class StorageFormat:
         self.token_bytes = token_bytes
         self.page_bytes = page_bytes
         self.header_bytes = _aligned(_SLOT.size + token_bytes)
-        """Of a slot, before its page."""
+        """The bytes of a slot's header, before its page."""
         self.slot_bytes = self.header_bytes + _aligned(page_bytes)
         self.segment_slots = max(1, (SEGMENT_BYTES - ALIGNMENT) // self.slot_bytes)
         self.name = layout.hex()[:16]
-        """What tells it from other layouts, for names of folders and objects."""
+        """The name of the layout, for folders and objects."""
         self._layout = layout
         body = _FILE.pack(b"", 0, _VERSION, layout, self.slot_bytes, self.segment_slots)
         checked = body[_CHECKED_FROM:]
@@ -92,20 +92,20 @@ class StorageFormat:
         """The first bytes of the index, and of every segment."""
 
     def offset_of(self, slot: int) -> tuple[int, int]:
-        """The segment that has a slot, and where the slot begins there."""
+        """Find the segment of a slot, and the slot's offset there."""
         segment, place = divmod(slot, self.segment_slots)
         return segment, ALIGNMENT + place * self.slot_bytes
 
     def segment_bytes(self, slots: int) -> int:
-        """The size of a segment of so many slots."""
+        """Compute the size of a segment of `slots` slots."""
         return ALIGNMENT + slots * self.slot_bytes
 
     def slots_in(self, nbytes: int) -> int:
-        """The slots that are whole in a segment's file of this size."""
+        """Count the slots that are whole in a segment's file of this size."""
         return min(max(0, nbytes - ALIGNMENT) // self.slot_bytes, self.segment_slots)
 
     def pack_slot(self, page: StoragePage, checksum: int) -> bytes:
-        """A slot's header, less than `header_bytes`: the rest of those is never looked at."""
+        """Pack a slot's header, shorter than `header_bytes`; the rest of these is never read."""
         numbers = page.key, page.before, self.page_bytes, checksum, len(page.tokens)
         packed = _SLOT.pack(b"", 0, _VERSION, self._layout, *numbers) + page.tokens
         checked = packed[_CHECKED_FROM:]
@@ -118,7 +118,7 @@ class StorageFormat:
         return bool(magic == _SLOT_MAGIC and layout == self._layout and crc == zlib.crc32(checked))
 
     def checksum_in(self, header: bytes, page: StoragePage) -> int | None:
-        """The checksum that a slot's header says its page has; None: it is not this page."""
+        """Get the page's checksum from a slot's header; None: the header is not this page's."""
         magic, _, _, _, _, _, _, checksum, _ = _SLOT.unpack_from(header)
         expected = self.pack_slot(page, checksum)
         return checksum if magic == _SLOT_MAGIC and header.startswith(expected) else None

@@ -1,8 +1,8 @@
 """The index of one folder of slots: a file that its writer appends to, and that others follow.
 
-A record is written after the bytes that it speaks of are safe. So what can be read of the index,
-up to the last record that is whole, is true of the slots; or was, until a slot was reused. A record
-that is not whole, between others, is left out: who reads a slot sees whose it is.
+A record is written after the bytes that it describes are safe. So every whole record that is read
+is true of its slot, or was until the slot was reused. A broken record between others is left out: a
+reader of a slot sees which page it has.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 INDEX: Final = "index"
 _READ_BYTES: Final = RECORD_BYTES << 14
 _MOST_TRIES: Final = 20
-"""A broken record is read so often, as it may be written just now, before those behind it."""
+"""How often a broken record is read before it is skipped, as it may just be being written."""
 _SPARE_RECORDS: Final = 4096
-"""The index is written anew when it has so many more records than twice what it has to say."""
+"""The index is rewritten when it has this many records more than twice the pages."""
 
 
 class FoundPages:
-    """What records say: the page of each slot, the one that was put longest ago first."""
+    """The page of each slot by the records read, the one that was put longest ago first."""
 
     def __init__(self) -> None:
         self.by_key: dict[bytes, IndexRecord] = {}
         self._by_slot: dict[int, bytes] = {}
 
     def take(self, record: IndexRecord) -> None:
-        """One record more."""
+        """Apply one more record."""
         self.forget(self._by_slot.get(record.slot))
         if record.is_there:
             self.forget(record.key)
@@ -43,19 +43,19 @@ class FoundPages:
             self._by_slot[record.slot] = record.key
 
     def forget(self, key: bytes | None) -> None:
-        """No slot has this page, if one has."""
+        """Remove this page from its slot, if it has one."""
         record = None if key is None else self.by_key.pop(key, None)
         if record is not None:
             del self._by_slot[record.slot]
 
 
 class IndexReader:
-    """Follows the index of a folder, which another process may write.
+    """A reader that follows the index of a folder, which another process may write.
 
     Args:
         folder: may not have an index yet.
-        layout: of the slots; an index of another one is taken for empty.
-        most_tries: how often a broken record is read before those behind it are.
+        layout: of the slots; an index of another one is treated as empty.
+        most_tries: how often a broken record is read before it is skipped.
     """
 
     def __init__(self, folder: Path, layout: StorageFormat, most_tries: int = _MOST_TRIES) -> None:
@@ -66,14 +66,14 @@ class IndexReader:
         self._most_tries = most_tries
         self._tries = 0
         self.broken = 0
-        """Records that were left out."""
+        """The number of records that were skipped."""
         self.pages = FoundPages()
-        """What the index says, as far as it was read."""
+        """The pages of the index, as far as it was read."""
         self.times_opened = 0
-        """Rises when the folder may have been made anew."""
+        """A number that rises when the folder may have been made anew."""
 
     def refresh(self) -> None:
-        """Read what is new. Raises OSError."""
+        """Read new records. Raises OSError."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -87,7 +87,7 @@ class IndexReader:
             self._read()
 
     def close(self) -> None:
-        """Close the file, and forget what it said."""
+        """Close the file, and forget its records."""
         if self._file is not None:
             os.close(self._file)
         self._file, self._read_to, self.pages = None, 0, FoundPages()
@@ -120,7 +120,7 @@ class IndexReader:
                 break
 
     def _skip_broken(self, packed: bytes) -> bool:
-        """Go on behind records that are broken for good, if whole ones follow."""
+        """Skip records that are broken for good, if whole ones follow."""
         broken = _count_broken(packed)
         self._tries += bool(broken)
         if not broken or self._tries < self._most_tries:
@@ -138,15 +138,15 @@ class IndexReader:
 
     @property
     def read_to(self) -> int:
-        """How much of the file was read: up to the last record that was whole."""
+        """The position up to which the file was read, after the last whole record."""
         return self._read_to
 
 
 class IndexWriter:
-    """Appends to the index of a folder that is this process's.
+    """A writer that appends to the index of this process's folder.
 
     Args:
-        folder: nobody else writes there.
+        folder: only this process writes there.
         layout: of the slots.
     """
 
@@ -155,17 +155,17 @@ class IndexWriter:
         self._format = layout
         self._file = -1
         self._length = 0
-        """Of the file, up to the last record that is whole."""
+        """The length of the file, up to the last whole record."""
         self.broken = 0
-        """Records between others that were broken when it was read."""
+        """The number of broken records between others when it was read."""
 
     def recover(self) -> FoundPages | None:
-        """Read what was written before, and cut off the end that was not written whole.
+        """Read the records written before, and cut off an end that was not written whole.
 
         Raises OSError.
 
         Returns:
-            None: there is no index of this layout.
+            The pages of the index; None: there is no index of this layout.
         """
         reader = IndexReader(self._path.parent, self._format, most_tries=1)
         reader.refresh()
@@ -180,7 +180,7 @@ class IndexWriter:
         return pages
 
     def rewrite(self, pages: Iterable[StoredPage]) -> None:
-        """Put an index of these pages alone in the place of what is there. Raises OSError."""
+        """Replace the index by one with these pages only. Raises OSError."""
         fresh = self._path.with_suffix(".new")
         file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -197,7 +197,7 @@ class IndexWriter:
         _sync_folder(self._path.parent)
 
     def append(self, records: Iterable[IndexRecord]) -> None:
-        """Write records. What they speak of is safe already.
+        """Append records. The bytes that they describe are safe already.
 
         Raises:
             OSError: none of them was written.
@@ -212,7 +212,7 @@ class IndexWriter:
         self._length += len(packed)
 
     def is_long(self, pages: int) -> bool:
-        """Whether it has far more records than are needed for so many pages."""
+        """Whether it has far more records than `pages` pages need."""
         return self._length > RECORD_BYTES * (2 * pages + _SPARE_RECORDS)
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class IndexWriter:
 
 
 def _unpack(packed: bytes) -> list[IndexRecord]:
-    """The records that are whole, up to the first that is not."""
+    """Unpack the whole records, up to the first that is broken."""
     records = []
     for at in range(0, len(packed) - RECORD_BYTES + 1, RECORD_BYTES):
         record = IndexRecord.unpack(packed[at : at + RECORD_BYTES])
@@ -234,7 +234,7 @@ def _unpack(packed: bytes) -> list[IndexRecord]:
 
 
 def _count_broken(packed: bytes) -> int:
-    """The records that are not whole, before the first that is; 0: none is."""
+    """Count the broken records before the first whole one; 0: none is whole."""
     for at in range(RECORD_BYTES, len(packed) - RECORD_BYTES + 1, RECORD_BYTES):
         if IndexRecord.unpack(packed[at : at + RECORD_BYTES]) is not None:
             return at // RECORD_BYTES

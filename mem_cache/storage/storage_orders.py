@@ -1,7 +1,7 @@
-"""What the engine thread orders of a store, and what comes back as messages.
+"""The engine thread's orders to a store, and the messages that come back.
 
 The engine thread orders and goes on; another thread calls the store, and polls its operations to
-their end. Only the engine thread decides what becomes of pages.
+their end. Only the engine thread decides what happens to pages.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kvrelay.mem_cache.storage.storage_pages import StoragePage, StoreState
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Say which of a prompt's pages are there."""
+    """An order to look up which of a prompt's pages are there."""
 
     operation: int
-    """Names it; no other order ever has the same number."""
+    """The number of the order, which is unique."""
     keys: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring pages to the host. Who orders it keeps their slots as they are until the end."""
+    """An order to bring pages to the host. The caller keeps their slots unchanged until its end."""
 
     operation: int
     pages: Sequence[StoragePage]
@@ -32,7 +32,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Keep pages of the host. Who orders it keeps them as they are until the end."""
+    """An order to store pages of the host. The caller keeps them unchanged until its end."""
 
     operation: int
     pages: Sequence[StoragePage]
@@ -40,7 +40,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Keep neither these pages nor what continues them."""
+    """An order to drop these pages and their continuations."""
 
     operation: int
     keys: Sequence[bytes]
@@ -51,20 +51,20 @@ StorageOrder: TypeAlias = LookUp | Fetch | Store | Forget
 
 @dataclass(frozen=True, slots=True)
 class StorageEnded:
-    """What was ordered has ended: no byte of it moves any more."""
+    """The end of an order: no byte of it moves any more."""
 
     operation: int
     found: Sequence[bytes]
     """The keys of the pages that are in the store, or that have come to the host."""
     seconds: float
-    """That it took by itself, without its wait for earlier ones."""
+    """The time that it took by itself, without its wait for earlier ones."""
     state: StoreState
-    """Of the store, at that moment."""
+    """The state of the store at that moment."""
 
 
 class StorageStream(Protocol):
-    """Carries orders out, away from the engine thread. What comes back is not in their order."""
+    """An interface that carries orders out, away from the engine thread; ends come in any order."""
 
     def start(self, order: StorageOrder) -> None:
-        """Order something. Does not block; its `StorageEnded` comes later, once."""
+        """Place an order. Does not block; its `StorageEnded` comes later, once."""
         ...

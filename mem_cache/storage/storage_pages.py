@@ -1,10 +1,10 @@
-"""What a tier of storage is asked for, and what does it: the seam below the host pool.
+"""The interface of a store of pages: the seam below the host pool.
 
-A store keeps pages under their hashes (`wire/page_hash.py`), for whoever comes later, other
-workers included. It may lose any of them at any time: that is a miss. It never gives wrong bytes.
+A store keeps pages under their hashes (`wire/page_hash.py`), for later requests, also of other
+workers. It may lose any of them at any time: that is a miss. It never gives wrong bytes.
 
-One thread calls a store, and makes its progress: an operation that was begun is polled until it
-has ended, whatever became of whoever wanted it, because its bytes move until then.
+One thread calls a store, and makes its progress. An operation that was begun is polled until it has
+ended, even if its result is no longer wanted, because its bytes move until then.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from kvrelay.wire.page_hash import HASH_BYTES
 STORAGE: Final = "storage"
 """The pool's name: a label of its metrics."""
 NOTHING_BEFORE: Final = bytes(HASH_BYTES)
-"""Stands for the hash of the page before a prompt's first one."""
+"""The hash in place of the page before a prompt's first one."""
 
 
 RETRY_SECONDS: Final = 60.0
-"""After a write has failed nothing is written for so long."""
+"""Seconds after a failed write in which nothing is written."""
 
 
 MOST_OPERATIONS: Final = 4
-"""Operations of a store at a time."""
+"""The most operations of a store at a time."""
 MOST_PAGES: Final = 256
-"""Of one operation."""
+"""The most pages of one operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +37,50 @@ class StoragePage:
     """A page of the host pool that goes to a store, or comes from one."""
 
     key: bytes
-    """Its page hash."""
+    """The page hash."""
     before: bytes
-    """That of the page before; `NOTHING_BEFORE`: it is a prompt's first one."""
+    """The hash of the page before; `NOTHING_BEFORE`: it is a prompt's first one."""
     tokens: bytes
-    """Its own, four bytes each: what comes back under its hash has the same."""
+    """The page's tokens, four bytes each; a page read under this hash must have the same."""
     slot: int
-    """Its number in the host's pools: where its bytes are, or come to."""
+    """The page's number in the host's pools, where its bytes are, or come to."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """What a store has, and what has become of its pages so far."""
+    """The state of a store, and its counts so far."""
 
     pool: PoolCounts | None
-    """The account of what it may fill by itself; None: another process keeps it."""
+    """The account of the part that it fills by itself; None: another process keeps it."""
     evicted_pages: int = 0
-    """To make room."""
+    """Pages evicted to make room."""
     broken_pages: int = 0
-    """Truncated, foreign or corrupt: found when they were read, or opened, and removed."""
+    """Pages found truncated, foreign or corrupt when they were read, or opened, and removed."""
     write_error: str = ""
-    """Why nothing is written at present; empty: it is."""
+    """The reason why nothing is written at present; empty: pages are written."""
 
 
 class StoreOperation(Protocol):
-    """Pages that go to a store, or come from it. Their memory is the operation's until its end."""
+    """An interface to pages on their way to or from a store. It owns their memory until its end."""
 
     def poll(self) -> Sequence[bool] | None:
         """Make progress; does not block for long.
 
         Returns:
-            None while it runs. At its end, once, which pages are there: those that came whole
-            and unchanged, or those that the store has now.
+            None while it runs. At its end, once, whether each page is there: whether it came whole
+            and unchanged, or the store has it now.
         """
         ...
 
 
 class PageStore(Protocol):
-    """Keeps pages under their hashes. One thread calls it; no method blocks for long."""
+    """An interface that keeps pages under their hashes.
+
+    One thread calls it; no method blocks for long.
+    """
 
     def exists(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Which pages of a prompt, neighbours, should be there. A hint, and a use of them."""
+        """Return whether each page of a row should be there. A hint; counts as a use of them."""
         ...
 
     def get(self, pages: Sequence[StoragePage]) -> StoreOperation:
@@ -85,20 +88,20 @@ class PageStore(Protocol):
         ...
 
     def put(self, pages: Sequence[StoragePage]) -> StoreOperation:
-        """Begin to keep pages of the host; those that are there already are left as they are."""
+        """Begin to store pages of the host; pages that are there already are left as they are."""
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Keep no page of these hashes, nor what continues them, as far as this worker wrote it.
+        """Drop the pages of these hashes and their continuations that this worker wrote.
 
-        Nor what is being written now, if it is one of these.
+        Pages that are being written now are dropped, too.
         """
         ...
 
     def state(self) -> StoreState:
-        """What it has now."""
+        """Get its present state."""
         ...
 
     def close(self) -> None:
-        """End. Every operation has ended."""
+        """Close it. Every operation must have ended."""
         ...

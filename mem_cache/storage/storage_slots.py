@@ -1,6 +1,6 @@
 """The slots of a store of files: which page each has, and which is reused first.
 
-A page goes together with what continues it here: nobody would ask for that any more.
+A page goes together with its continuations here, because no request would ask for them any more.
 
 ::
 
@@ -29,9 +29,9 @@ class StoredPage:
     """The key of the page before."""
     slot: int
     pins: int = 0
-    """Operations that read it."""
+    """The number of operations that read it."""
     failed: bool = False
-    """It could not be read the last time."""
+    """Whether it could not be read the last time."""
 
 
 class StorageSlots:
@@ -45,7 +45,7 @@ class StorageSlots:
     def __init__(self, total: int, page_size: int) -> None:
         self.total = total
         self.evicted = 0
-        """Pages that were evicted to make room, so far."""
+        """The number of pages that were evicted to make room, so far."""
         self._page_size = page_size
         # Stacks; the lowest slot is taken first, so that segments are begun as late as possible.
         self._free = list(range(total))[::-1]
@@ -55,23 +55,23 @@ class StorageSlots:
         self._following: dict[bytes, set[bytes]] = {}
         """The keys of the pages here that continue a page, by its key."""
         self._gone: dict[int, StoredPage] = {}
-        """By their slots, pages that nobody finds any more, and that operations still read."""
+        """The pages that are no longer found but still read by operations, by their slots."""
         self._num_pinned = 0
 
     def __iter__(self) -> Iterator[StoredPage]:
-        """The pages that are found, the one that was used longest ago first."""
+        """Iterate over the pages that are found, the least recently used one first."""
         return iter(self._pages.values())
 
     def __len__(self) -> int:
-        """How many pages are found."""
+        """The number of pages that are found."""
         return len(self._pages)
 
     def find(self, key: bytes) -> StoredPage | None:
-        """The page of this hash, if it is here."""
+        """Get the page of this hash, if it is here."""
         return self._pages.get(key)
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """These pages, neighbours, were asked for. The first is kept longest: all need it."""
+        """Note that a row of pages was asked for. The first is kept longest, as all need it."""
         for key in reversed(list(keys)):
             if key in self._pages:
                 self._pages.move_to_end(key)
@@ -91,10 +91,10 @@ class StorageSlots:
     # Writing
 
     def take(self, number: int) -> tuple[list[int], list[StoredPage]]:
-        """Take up to `number` slots to write to, evicting what was used longest ago.
+        """Take up to `number` slots to write to, evicting the least recently used pages.
 
         Returns:
-            the slots, and the pages that had them, or others that are free now.
+            The slots, and the evicted pages, whose slots may be among them.
         """
         evicted: list[StoredPage] = []
         while len(self._free) < number:
@@ -108,26 +108,26 @@ class StorageSlots:
         return taken, evicted
 
     def publish(self, slot: int, key: bytes, before: bytes) -> None:
-        """A slot that was taken has this page now: it is found. None of this hash is here."""
+        """Give a slot that was taken this page, so that it is found. Its hash must not be here."""
         assert key not in self._pages, "a page is kept twice"
         self._writing.remove(slot)
         self._add(StoredPage(key, before, slot))
 
     def give_back(self, slot: int) -> None:
-        """A slot that was taken has no page: it is free."""
+        """Free a slot that was taken and has no page."""
         self._writing.remove(slot)
         self._free.append(slot)
 
     # Reading
 
     def pin(self, page: StoredPage) -> None:
-        """An operation reads a page that is found: its slot stays its own."""
+        """Note that an operation reads a page that is found, so that its slot stays."""
         assert self._pages.get(page.key) is page, "a page is read that nobody finds"
         self._num_pinned += not page.pins
         page.pins += 1
 
     def unpin(self, page: StoredPage) -> None:
-        """End one `pin`; frees the slot of what was dropped meanwhile."""
+        """End one `pin`; frees the slot of a page that was dropped meanwhile."""
         page.pins -= 1
         if page.pins:
             return
@@ -139,11 +139,11 @@ class StorageSlots:
     # Removing
 
     def drop(self, page: StoredPage) -> list[StoredPage]:
-        """Let nobody find a page any more, nor what continues it; returns those that were found."""
+        """Make a page and its continuations unfindable. Returns those that were found."""
         return self.drop_all([page.key]) if self._pages.get(page.key) is page else []
 
     def drop_all(self, keys: Iterable[bytes]) -> list[StoredPage]:
-        """The same with the pages of these hashes, whether or not they are here."""
+        """Drop the pages of these hashes, whether or not they are here, and their continuations."""
         todo, dropped = list(keys), []
         while todo:
             key = todo.pop()
@@ -157,7 +157,7 @@ class StorageSlots:
     # Counts and checks
 
     def counts(self) -> PoolCounts:
-        """How many slots are in each state."""
+        """Count the slots by state."""
         return PoolCounts(
             pool=STORAGE,
             page_size=self._page_size,
@@ -179,7 +179,7 @@ class StorageSlots:
             raise ConservationError(f"{counts.accounted} of {self.total} slots: {counts}")
 
     def check_slots(self) -> None:
-        """`check`, and each slot by itself. For tests and debugging.
+        """Run `check`, and check each slot by itself. For tests and debugging.
 
         Raises:
             ConservationError: names the slots.

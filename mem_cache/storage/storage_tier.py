@@ -1,13 +1,13 @@
 """The tier below the host: pages of the host pool go to a store, and come back to the host.
 
-*Storing* copies what the host is likely to evict: what was used longest ago, while less than half
-of the host pool is free; and what was asked for again, at once. It holds the pages while they are
-read, and nobody waits for it.
+*Storing* copies pages that the host is likely to evict: the least recently used ones, while less
+than half of the host pool is free. Pages that were asked for again are copied at once. It holds the
+pages while they are read, and nothing waits for it.
 
-*Prefetching* brings what the host lacks of a prompt into its pool, as far as the store has it.
-What has come is found there from then on, and goes to the device as all that the host has.
+*Prefetching* brings the pages of a prompt that the host lacks into its pool, as far as the store
+has them. From then on they are found there, and go to the device like all pages of the host.
 
-The engine thread calls everything here; the end of what was ordered is told to `finish`.
+The engine thread calls everything here; the end of an order is passed to `finish`.
 """
 
 from __future__ import annotations
@@ -41,42 +41,43 @@ from kvrelay.mem_cache.storage.storage_pages import (
 from kvrelay.wire.load import PoolCounts
 
 ORDER_BYTES: Final = 8 << 20
-"""One order has no more: what is given up ends with the one that runs."""
+"""The most bytes of one order: a prefetch that is given up ends with its running order."""
 MOST_STORES: Final = 2
-"""Orders to store at a time."""
+"""The most orders to store at a time."""
 MOST_FETCHES: Final = 2
-"""Prompts at a time whose pages are on their way to the host; with `MOST_STORES` no more orders
-than a store takes at a time, so that nobody who only asks waits behind them."""
+"""The most prompts at a time whose pages are on their way to the host. With `MOST_STORES` there are
+no more orders than a store takes at a time, so that look-ups do not wait behind them."""
 MOST_LOOKS: Final = 16
-"""Look-ups at a time."""
+"""The most look-ups at a time."""
 HANG_SECONDS: Final = 1.0
-"""Storage that has not answered for so long is asked nothing more until it does."""
+"""Seconds without an answer after which storage gets no more orders until it answers."""
 _TRIES: Final = 64
-"""Candidates that are looked at in one pass: most may be stored, or evicted, already."""
+"""The candidates examined in one pass: most may be stored, or evicted, already."""
 
 
 @dataclass(eq=False, slots=True)
 class Prefetch:
-    """What is brought from the store to the host for a prompt."""
+    """The pages of a prompt that are brought from the store to the host."""
 
     keys: Sequence[bytes]
     """The hashes of the prompt's whole pages."""
     tokens: Sequence[bytes]
-    """Of each."""
+    """The tokens of each page."""
     is_worth: Callable[[int, int], bool]
-    """Whether to fetch so many pages, the second number, from the place of the first one on."""
+    """A function that tells whether to fetch pages: the place of the first one, and their
+    number."""
     num_here: int = 0
-    """Pages of the prompt that the host had when the store was asked."""
+    """The number of the prompt's pages that the host had when the store was asked."""
     num_found: int = 0
-    """Those that the host and the store have together; 0: that was not told yet."""
+    """The number of pages that host and store have together; 0: not known yet."""
     wanted: int = 0
-    """Requests that want it; 0: no further order begins."""
+    """The number of requests that want it; 0: no further order begins."""
     ended_at: float | None = None
-    """When the host had what has come, by the tier's clock; None: that is yet to be."""
+    """The moment when all its pages had come to the host, by the tier's clock; None: not yet."""
 
     @property
     def ended(self) -> bool:
-        """The host has what has come."""
+        """Whether all its pages have come to the host."""
         return self.ended_at is not None
 
 
@@ -89,13 +90,13 @@ class _Ordered:
 
 
 class StorageTier:
-    """Stores pages of the host pool, and brings them back to it.
+    """The tier that stores pages of the host pool, and brings them back to it.
 
     Args:
         pages: the account of the host pool.
         page_bytes: of one page, over all pools.
         stream: carries orders out.
-        speed: of what comes from the store.
+        speed: of reads from the store.
         state: of the store.
         clock: seconds.
     """
@@ -110,9 +111,9 @@ class StorageTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = TierCounts()
-        """What it has done so far."""
+        """The tier's counts so far."""
         self.state = state
-        """Of the store, when it was last heard of."""
+        """The latest known state of the store."""
         self.speed = speed
         self._pages = pages
         self._page_bytes = page_bytes
@@ -122,26 +123,26 @@ class StorageTier:
         self._numbers = count(1)
         self._most_pages = max(1, min(MOST_PAGES, ORDER_BYTES // page_bytes))
         self._asked_again: deque[HostPage] = deque(maxlen=max(1024, pages.total))
-        """To be stored at once, each with those before it."""
+        """Pages to store at once, each with those before it."""
         self._by_age: deque[HostPage] = deque(maxlen=max(1024, pages.total))
-        """To be stored while the host is short of pages."""
+        """Pages to store while the host is short of pages."""
         self._stores: dict[int, list[HostPage]] = {}
         self._looks: dict[int, Prefetch] = {}
         self._fetches: dict[int, _Ordered] = {}
         self._waiting: deque[Prefetch] = deque()
-        """Found, and not begun."""
+        """Prefetches whose pages were found, but that have not begun."""
         self._asked: dict[int, float] = {}
-        """When what is looked up, or fetched, was ordered; the oldest first."""
+        """The time of each order of a look-up or a fetch; the oldest first."""
 
     # To the store
 
     def offer(self, page: HostPage) -> None:
-        """The host has one page more."""
+        """Offer a page that is new on the host."""
         if not page.stored:
             self._by_age.append(page)
 
     def write_back(self) -> None:
-        """Store what waits for that, unless the store takes nothing."""
+        """Store the pages that wait for it, unless the store takes none."""
         if self.state.write_error and self._clock() < self._retry_at:
             return
         while len(self._stores) < MOST_STORES and (pages := self._take_batch()):
@@ -151,7 +152,7 @@ class StorageTier:
             self._stream.start(Store(number, list(map(_storage_page, pages))))
 
     def _take_batch(self) -> list[HostPage]:
-        """Pages that are not stored, each behind the one that it continues."""
+        """Take pages that are not stored, each after the one that it continues."""
         batch: list[HostPage] = []
         is_short = bool(self._by_age) and self._is_short()
         for _ in range(_TRIES):
@@ -185,7 +186,7 @@ class StorageTier:
         counts.write_seconds += ended.seconds
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Let the store keep neither these pages nor what continues them."""
+        """Make the store drop these pages and their continuations."""
         self._stream.start(Forget(next(self._numbers), keys))
 
     # From the store
@@ -196,12 +197,13 @@ class StorageTier:
         tokens: Sequence[bytes],
         is_worth: Callable[[int, int], bool],
     ) -> Prefetch | None:
-        """Begin to bring what the host lacks of a prompt; None: it lacks nothing, or storage hangs.
+        """Begin to bring pages that the host lacks; None if it lacks none, or if storage hangs.
 
-        Who gets one calls `leave` once, when he does not want it any more. If what brings all of it
-        runs already, that is the answer.
+        The caller must call `leave` once, when it no longer wants the prefetch. If one that brings
+        all of it runs already, that one is returned.
 
-        A prompt is asked for: what the host has of it is wanted again, and is stored if it is not.
+        As the prompt is asked for, the host's pages of it are used again, and are stored if they
+        are not.
 
         Args:
             keys: the hashes of the prompt's whole pages.
@@ -233,17 +235,17 @@ class StorageTier:
 
     @property
     def hangs(self) -> bool:
-        """Whether storage has not answered for so long that nobody should wait for it."""
+        """Whether storage has not answered for so long that no request should wait for it."""
         oldest = next(iter(self._asked.values()), None)
         return oldest is not None and self._clock() - oldest > HANG_SECONDS
 
     def _running(self) -> list[Prefetch]:
-        """The prefetches that have not ended."""
+        """List the prefetches that have not ended."""
         fetching = [one.prefetch for one in self._fetches.values()]
         return [*self._looks.values(), *self._waiting, *fetching]
 
     def leave(self, prefetch: Prefetch) -> None:
-        """One request wants it no more. After the last one only what is on its way still comes."""
+        """Note that one request left it. After the last one, only pages on their way still come."""
         prefetch.wanted -= 1
 
     def _end(self, prefetch: Prefetch) -> None:
@@ -265,7 +267,7 @@ class StorageTier:
             self._waiting.append(prefetch)
 
     def _note_stored(self, keys: Sequence[bytes], there: Container[bytes]) -> None:
-        """What the host has of a prompt is asked for again; the store may have evicted it."""
+        """Note which of the host's pages of a prompt are stored; queue others to be stored."""
         lacking = last = None
         for key in keys:
             page = self._pages.get(key)
@@ -280,14 +282,14 @@ class StorageTier:
             self._asked_again.append(lacking)
 
     def _fetch_more(self) -> None:
-        """Begin what waits, as far as it may begin now."""
+        """Begin waiting prefetches, as many as may begin now."""
         while self._waiting and len(self._fetches) < MOST_FETCHES:
             prefetch = self._waiting.popleft()
             if not self._fetch(prefetch):
                 self._end(prefetch)
 
     def _fetch(self, prefetch: Prefetch) -> bool:
-        """Order the next pages of a prompt; False: there are none, or no room."""
+        """Order the next pages of a prompt. Returns False if there are none, or no room."""
         keys, first = prefetch.keys, self._pages.num_known(prefetch.keys)
         last = min(prefetch.num_found, first + self._most_pages)
         if not prefetch.wanted or first >= last:
@@ -321,7 +323,7 @@ class StorageTier:
     # Both
 
     def finish(self, ended: StorageEnded) -> None:
-        """Something has ended. What is not known, or has ended before, is ignored."""
+        """Take the end of an order. Unknown ones, and second ends, are ignored."""
         self.state = ended.state
         self.counts.evicted_pages = ended.state.evicted_pages
         self.counts.broken_pages = ended.state.broken_pages
@@ -337,18 +339,18 @@ class StorageTier:
         self._fetch_more()
 
     def expected_seconds(self, pages: int) -> float:
-        """Until so many pages would have come, those included that come before them."""
+        """Estimate the seconds until `pages` pages would have come, behind those ordered before."""
         fetching = [one.prefetch.num_found - one.pages[0].place for one in self._fetches.values()]
         waiting = [one.num_found - one.num_here for one in self._waiting]
         return self.speed.seconds((sum(fetching) + sum(waiting) + pages) * self._page_bytes)
 
     def pool_counts(self) -> tuple[PoolCounts, ...]:
-        """The account of what this worker fills of the store, if it keeps one."""
+        """List the account of the part of the store that this worker fills, if it keeps one."""
         return () if self.state.pool is None else (self.state.pool,)
 
 
 def _not_stored(page: HostPage) -> list[HostPage]:
-    """A page and those before it that are not stored, in order; none if one is not to be read."""
+    """List a page and those before it that are not stored, in order; none if one cannot be read."""
     row: list[HostPage] = []
     for one in page.path():
         if one.stored:

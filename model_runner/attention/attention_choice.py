@@ -6,10 +6,10 @@ from enum import StrEnum
 
 
 class AttentionChoice(StrEnum):
-    """What computes attention over pages: the values of ``--attention``."""
+    """The backends that compute attention over pages: the values of ``--attention``."""
 
     AUTO = "auto"
-    """The fastest that the device, the model and the installed packages allow."""
+    """The fastest backend that the device, the model and the installed packages allow."""
     FLASHINFER = "flashinfer"
     """FlashInfer's kernels, on CUDA devices."""
     TORCH = "torch"
@@ -19,9 +19,9 @@ class AttentionChoice(StrEnum):
 
 
 class AttentionSplits(StrEnum):
-    """How FlashInfer divides the KV of a sequence: the values of ``--attention-splits``."""
+    """FlashInfer's ways to divide a sequence's KV: the values of ``--attention-splits``."""
 
     BATCH = "batch"
-    """By what is in the batch, so that all of the GPU is busy. Last bits depend on it."""
+    """By the batch, so that the whole GPU is busy. Last bits then depend on the batch."""
     NONE = "none"
-    """Not at all, and so alike in every batch."""
+    """Not at all, so that results are alike in every batch."""

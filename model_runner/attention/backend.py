@@ -1,4 +1,4 @@
-"""The interface of attention over paged KV, and the choice of what implements it."""
+"""The interface of attention over paged KV, and the choice of the backend that implements it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class StepAttention(Protocol):
 
         Args:
             layer: the pool's layer.
-            rows: ``[T, num_heads + parts * num_kv_heads, head_dim]`` contiguous: the
-                heads of queries, keys, values (or queries and the latent), in the
-                model's dtype and already rotated. Keys and values may be rounded in place.
+            rows: ``[T, num_heads + parts * num_kv_heads, head_dim]`` contiguous, in the model's
+                dtype, already rotated. The heads are those of queries, keys, values (or queries and
+                the latent). Keys and values may be rounded in place.
 
         Returns:
             ``[T, num_heads * value_dim]`` in the same dtype.
@@ -70,23 +70,24 @@ class AttentionBackend(Protocol):
 
 
 class AttentionFactory:
-    """Makes the backends of one model on one device; what they share is allocated here.
+    """The factory of one model's backends on one device; it allocates the memory that they share.
 
     Args:
-        choice: what the user wants.
-        geometries: of all pools that the model will have; page sizes matter to graphs alone.
-        dtype: what the model computes in.
-        heads: the model's.
-        device: of the pools.
-        batch_invariant: a token's result must not depend on what is computed beside it:
+        choice: the backend that the user asks for.
+        geometries: those of all pools that the model will have; page sizes matter to graphs alone.
+        dtype: the dtype that the model computes in.
+        heads: the model's query heads.
+        device: the pools' device.
+        batch_invariant: a token's result must not depend on what is computed beside it;
             `CpuAttention` must be able to run there.
-        graph_room: what CUDA graphs of decode need; None: there will be none.
-        expanded_heads: of keys and values that may be made of latents; None: none are made.
+        graph_room: the sizes of CUDA graphs of decode; None: there will be no graphs.
+        expanded_heads: the heads of keys and values that may be made of latents; None: none are
+            made.
         splits: how FlashInfer divides a sequence's KV.
-        threads: that kernels of ours have; None: as many as torch has when a backend is made.
+        threads: the threads of our kernels; None: as many as torch has when a backend is made.
 
     Raises:
-        UnsupportedOptionError: what was chosen cannot compute this model here.
+        UnsupportedOptionError: the chosen backend cannot compute this model here.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class AttentionFactory:
         if batch_invariant and choice is not AttentionChoice.CPU:
             raise UnsupportedOptionError(f"--batch-invariant is not for --attention {choice}")
         self.choice = choice
-        """The backend that computes: not `AUTO`."""
+        """The backend that computes; never `AUTO`."""
         if graph_room is not None and choice is not AttentionChoice.FLASHINFER:
             raise UnsupportedOptionError(
                 f"--cuda-graphs decode needs --attention flashinfer, not {choice}"
@@ -127,13 +128,13 @@ class AttentionFactory:
 
     @property
     def flashinfer_package(self) -> Any | None:
-        """flashinfer, if that computes attention."""
+        """The flashinfer package, if it computes attention."""
         return None if self._flashinfer is None else self._flashinfer.package
 
     def make(self, pool: KVPool, scales: Sequence[KVScale] = ()) -> AttentionBackend:
         """The backend of `pool`, which has one of the geometries.
 
-        If that is in FP8, `scales` are of each of its layers.
+        If the pool is in FP8, `scales` has the scale of each of its layers.
         """
         fp8 = None
         if pool.geometry.dtype is FP8:
@@ -146,14 +147,14 @@ class AttentionFactory:
 
     @property
     def most_expanded_tokens(self) -> int:
-        """Tokens whose keys and values a step makes of latents at most; 0: it makes none."""
+        """The most tokens of a step whose keys and values are made of latents; 0: none are made."""
         if self.choice is not AttentionChoice.FLASHINFER or not self._expands:
             return 0
         assert self._expanded_heads is not None
         return most_expanded_tokens(self._expanded_heads, self._heads.num_heads, self._dtype)
 
     def scratch_page_bytes(self, geometry: KVGeometry) -> int:
-        """Bytes beside a pool for each of its pages, if a step reads them all."""
+        """The scratch bytes beside a pool for each of its pages, if a step reads them all."""
         if geometry.dtype is not FP8 or self.choice is AttentionChoice.FLASHINFER:
             return 0
         return scratch_geometry(geometry, self._dtype).page_bytes
@@ -212,7 +213,7 @@ class AttentionFactory:
 def _choose(
     geometries: Sequence[KVGeometry], dtype: torch.dtype, heads: QueryHeads, device: torch.device
 ) -> AttentionChoice:
-    """The fastest; on a CUDA device a line in the log says why it is not FlashInfer."""
+    """The fastest backend; on a CUDA device a line in the log says why it is not FlashInfer."""
     if CpuAttention.runs(device, dtype):
         return AttentionChoice.CPU
     if device.type != "cuda":

@@ -24,43 +24,52 @@ from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, new
 from kvrelay.model_runner.config.query_heads import QueryHeads
 
 _SHARED_TOKENS = 1024
-"""Attended to in a step: from so many a second thread saves more than its start costs."""
+"""The fewest tokens that a step attends to for which a second thread is worth its start."""
 _FEW_ROWS = 12
-"""Of query heads that share keys and values: up to so many, new tokens are computed one by one, as
-in decode. Most lanes of a tile would be empty."""
+"""The most rows of query heads with shared keys and values that are computed as in decode.
+
+New tokens are then computed one by one: most lanes of a tile would be empty.
+"""
 _MOST_DRAFTS = 16
-"""Up to so many tokens whose logits are all asked for are computed so, too: drafts are verified by
-what plain decoding would compute, to the last bit."""
+"""The most tokens, if the logits of all are asked for, that are computed as in decode.
+
+So drafts are verified by what plain decoding would compute, to the last bit.
+"""
 _FEW_LATENTS = 3
-"""Tokens, the same for latents, which all heads share."""
+"""The same for latents, which all heads share, in tokens."""
 TILES = 4
-"""Of a strip at most: a block of its sequence is copied from pages once for all of them."""
+"""The most tiles of a strip: a block of its sequence is copied from pages once for all of them."""
 _STRIPS_A_THREAD = 4
-"""At least, times heads, as far as there are tiles: the last ones end at about the same time."""
+"""The fewest strips a thread, times heads, as far as there are tiles.
+
+So the last strips end at about the same time.
+"""
 SHARED_PRODUCTS = 1 << 25
-"""Products of numbers in a chunk's scores from which a second thread saves more than its start
-costs, also when cores are busy: about 0.4 ms."""
+"""The fewest products of numbers in a chunk's scores for which a second thread is worth its start.
+
+A start takes about 0.4 ms, also when cores are busy.
+"""
 _ANY_NUMBER = np.iinfo(np.int32).max
-"""Of new tokens."""
+"""A number of new tokens that no sequence reaches."""
 _NO_WINDOW = np.iinfo(np.int32).max
 """A window longer than any sequence."""
 
 
 Place: TypeAlias = tuple[Array, int, int, int]
-"""A pool's memory, where a layer's pages begin in it, and from one to the next; a page's tokens."""
+"""A pool's memory, with the offset of a layer's pages, the stride of pages, and a page's tokens."""
 New: TypeAlias = tuple[int, tuple[int, int, int], int]
-"""The address of what a layer has made of tokens, its shape ``[T, heads, D]``, heads of queries."""
+"""The address of a layer's new heads, their shape ``[T, heads, D]``, and the heads of queries."""
 
 
 class CpuAttention:
-    """The `AttentionBackend` of what kernels can read on a CPU.
+    """The `AttentionBackend` of pools that kernels can read on a CPU.
 
     Args:
-        pool: of keys and values.
-        heads: how to weigh.
-        by_token: compute every token as in decode, however many are new: then a token's result
-            does not depend on the chunk that it is computed in.
-        threads: that share large steps; None: as many as torch has now.
+        pool: the pool of keys and values.
+        heads: the query heads, with scale and softcap.
+        by_token: compute every token as in decode, however many are new. A token's result then does
+            not depend on its chunk.
+        threads: the threads that share large steps; None: as many as torch has now.
     """
 
     def __init__(
@@ -77,7 +86,7 @@ class CpuAttention:
         self.places: list[Place] = [
             (pages, int(one.storage_offset()), one.stride(0), geometry.page_size) for one in layers
         ]
-        """Of each layer."""
+        """The place of each layer."""
         self.window = geometry.window or _NO_WINDOW
         group = heads.num_heads // geometry.num_kv_heads
         few_tokens = _FEW_LATENTS if geometry.latent else max(_FEW_ROWS // group, 1)
@@ -86,14 +95,14 @@ class CpuAttention:
         self.dtype = pool.data.dtype
         all_heads = heads.num_heads + geometry.parts * geometry.num_kv_heads
         self.token_shape = (all_heads, geometry.head_dim)
-        """Of what a layer makes of a token."""
+        """The shape of a token's new heads in one layer."""
         paired = self.dtype is torch.bfloat16 and geometry.head_dim % 2 == 0
         unit = np.uint32 if paired and has_bfloat16_products() else np.float32
         self.unit = np.empty(0, unit)
         dims = (geometry.head_dim, heads.value_dim)
         whole_tiles = all(dim % TILE_NUMBERS == 0 for dim in dims)
         self.in_tiles = unit is np.uint32 and whole_tiles and may_use_tiles()
-        """Prompts are computed by the processor's tiles."""
+        """Whether prompts are computed by the processor's tiles."""
         in_pairs = unit is np.uint32 and all(dim % DIMENSIONS == 0 for dim in dims)
         self.attend_rows = attend_rows_in_pairs if in_pairs else attend_rows
         self.threads = threads or KernelThreads()
@@ -108,11 +117,11 @@ class CpuAttention:
 
     @staticmethod
     def is_invariant(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether there are, and products of this dtype were found to be batch invariant."""
+        """Whether there are, and products of this dtype are batch invariant."""
         return CpuAttention.runs(device, dtype) and dtype is not torch.float16
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> CpuStepAttention:
-        """Sort the sequences of `batch` by their new tokens: few as in decode, others in tiles."""
+        """Sort the sequences of `batch`: few new tokens run as in decode, many in tiles."""
         return CpuStepAttention(self, batch, page_table)
 
 
@@ -134,7 +143,7 @@ class CpuStepAttention:
         rows = rows[np.argsort(-batch.positions[rows], kind="stable")]
         self._rows = rows.astype(np.int32)
         self._page_table = np.ascontiguousarray(page_table[owners[rows]])
-        # What a row attends to: its sequence, up to its own token.
+        # A row attends to its sequence, up to its own token.
         self._seq_lens = (batch.positions[rows] + 1).astype(np.int32)
         seen = int(np.minimum(self._seq_lens, backend.window).sum())
         # Threads take whole rows: more than there are rows would only be started.
@@ -197,11 +206,11 @@ class CpuStepAttention:
 
     @property
     def decode_threads(self) -> int:
-        """Threads that share the rows which are computed as in decode."""
+        """The threads that share the rows that are computed as in decode."""
         return min(self._backend.threads.count, self._most_decode_threads)
 
     def _is_shared(self, rows: Int64Array, batch: ForwardBatch, sequences: Int64Array) -> bool:
-        """Whether threads share the chunks of `sequences`, which have so many `rows`."""
+        """Whether threads share the chunks of `sequences`, which have this many `rows` each."""
         backend = self._backend
         seen = np.minimum(batch.seq_lens[sequences], backend.window)
         products = int(np.sum(rows * seen)) * backend.pool.geometry.head_dim
@@ -232,6 +241,6 @@ class CpuStepAttention:
 
 
 def cut_evenly(count: int, most: int) -> list[int]:
-    """The bounds of pieces of `count` things, as few as can be with at most so many each."""
+    """The bounds of the fewest pieces of `count` things, at most `most` each."""
     pieces = -(-count // most)
     return [count * piece // pieces for piece in range(pieces + 1)]

@@ -1,8 +1,8 @@
 """Attention over pages in FP8 by a backend that knows only the model's own dtype.
 
 Before each layer the pages that the step reads are widened into scratch pages, which all layers
-share. So the numbers that attention reads of a page are the same in each step, new tokens' too:
-those are rounded before they are attended to.
+share. New tokens are rounded before they are attended to. So attention reads the same numbers of a
+page in each step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class DequantizedAttention:
     """The `AttentionBackend` of pages in FP8 where no kernels read them.
 
     Args:
-        pages: of the pool.
-        heads: how to weigh.
-        make: makes the backend that computes, of a pool in the model's dtype.
+        pages: the pool's pages.
+        heads: the query heads, with scale and softcap.
+        make: makes the backend that computes over a pool in the model's dtype.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class DequantizedAttention:
         self.heads = heads
         self._make = make
         self._widened: tuple[KVPool, AttentionBackend] | None = None
-        """None: there was no memory for as many as were needed."""
+        """The scratch pages and their backend; None: memory for enough pages was lacking."""
         self._grow(1)
 
     @property
     def scratch(self) -> KVPool:
-        """What pages are widened into: of one layer, in the model's dtype."""
+        """The scratch pages: one layer in the model's dtype."""
         assert self._widened is not None
         return self._widened[0]
 
     @property
     def inner(self) -> AttentionBackend:
-        """Computes over `scratch`."""
+        """The backend that computes over `scratch`."""
         assert self._widened is not None
         return self._widened[1]
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> DequantizedStepAttention:
         """Find the pages that `batch` reads; see `AttentionBackend`.
 
-        Two steps in flight share what pages are widened into: they run one after the other.
+        Two steps in flight share the scratch pages: they run one after the other.
         """
         page_ids, scratch_table = gather_pages(batch, page_table, self.pages.pool.geometry)
         there = 0 if self._widened is None else self.scratch.total_pages
@@ -75,12 +75,12 @@ class DequantizedAttention:
         self._widened = None  # else there would be both for a moment
         geometry = scratch_geometry(pool.geometry, self.pages.dtype)
         scratch = KVPool(geometry, total_pages, pool.data.device)
-        # Both or neither: what computes must not read other pages than are widened.
+        # Both or neither: the backend must not read other pages than are widened.
         self._widened = scratch, self._make(scratch)
 
 
 def scratch_geometry(geometry: KVGeometry, dtype: torch.dtype) -> KVGeometry:
-    """Of what a pool's pages are widened into, for one layer after the other."""
+    """The geometry of the scratch pages, which one layer after the other is widened into."""
     return replace(geometry, dtype=dtype, num_layers=1, order=PageOrder.PAGE_FIRST)
 
 
@@ -100,7 +100,7 @@ class DequantizedStepAttention:
         self._new_tokens = new_tokens
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Write and attend; shapes as in `StepAttention.attend`. Rounds what is new in `rows`."""
+        """Write and attend, as `StepAttention.attend`. Rounds new keys and values in `rows`."""
         pages = self._backend.pages
         new = rows[:, self._backend.heads.num_heads :]
         stored = pages.quantize(layer, new)

@@ -1,9 +1,9 @@
 """A pool's page tables on the device, where a step sends only what has changed of them.
 
-Nobody says what has changed: the host keeps what it sent last, and compares. So whatever makes a
-table differ (requests that join, leave or are taken back, windows that slide, drafts that are
-refused) is sent, and nothing else is. Tables of steps in flight are the same memory: what is sent
-for the next step is written behind the kernels of the one before, by work on the same stream.
+The host keeps the table that it sent last, and compares. So it sends every difference, whatever the
+reason, and nothing else. Reasons are requests that join, leave or are taken back, windows that
+slide, and refused drafts. Steps in flight share the table's memory: the next step's changes are
+written on the same stream, behind the kernels of the step before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrelay.model_runner.batch import Int32Array
 from kvrelay.model_runner.torch_options import copy_array
 
 COLUMNS: Final = 64
-"""The columns of a table on the device are a multiple of so many."""
+"""A table on the device has a multiple of this many columns."""
 _NOTHING: Final[Int32Array] = np.empty((0, 0), np.int32)
 
 
@@ -34,11 +34,11 @@ def table_changes(sent: Int32Array, table: Int32Array) -> Int32Array:
 class DeviceTable:
     """The page table of the latest step over one pool, ``[B, max_pages]``, on its device.
 
-    Its rows are some columns wider there than a step's table, so that the longest sequence can grow
-    without all rows being sent anew.
+    Rows are a few columns wider than a step's table, so that the longest sequence can grow without
+    all rows being sent anew.
 
     Args:
-        device: of the pool.
+        device: the pool's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,13 +48,13 @@ class DeviceTable:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that is taken."""
+        """The device memory that is taken, in bytes."""
         return self._pages.nbytes
 
     def update(self, table: Int32Array) -> torch.Tensor:
         """Let the device have ``table [B, max_pages]``, by work on the current stream.
 
-        The whole is sent if its shape is another than before, or if less than half would be saved.
+        The whole table is sent if its shape has changed, or if changes would save less than half.
 
         Returns:
             ``[B, at least max_pages]`` int32 on the device, until the next `update`.
@@ -70,9 +70,9 @@ class DeviceTable:
         return self._pages[: table.size].view(table.shape)
 
     def _send_whole(self, table: Int32Array) -> None:
-        self._sent = _NOTHING  # if this fails, nobody knows what is there
+        self._sent = _NOTHING  # if this fails, the device's table is unknown
         if table.size > len(self._pages):
-            # What runs may still read the memory before: it is given to nobody until then.
+            # A running kernel may still read the old memory: it is not reused until then.
             self._pages = torch.empty(2 * table.size, dtype=torch.int32, device=self._device)
         copy_array(table.ravel(), self._pages[: table.size])
 
@@ -83,7 +83,7 @@ class DeviceTable:
 
 
 def _widened(table: Int32Array) -> Int32Array:
-    """A copy of ``[B, max_pages]`` with as many columns as `COLUMNS` divides, filled up by -1."""
+    """A copy of ``[B, max_pages]``, padded with -1 to a multiple of `COLUMNS` columns."""
     rows, columns = table.shape
     wide = np.full((rows, -(-columns // COLUMNS) * COLUMNS), -1, np.int32)
     wide[:, :columns] = table
@@ -91,12 +91,12 @@ def _widened(table: Int32Array) -> Int32Array:
 
 
 def gather_page_ids(pages: torch.Tensor, plan: PagedPlan, first_pages: Int32Array) -> torch.Tensor:
-    """``plan.page_ids`` on the device, of what `DeviceTable.update` returns.
+    """``plan.page_ids`` on the device, gathered from the table of `DeviceTable.update`.
 
     Args:
         pages: ``[B, columns]``
-        plan: its `kv_indptr` is read.
-        first_pages: ``[B]`` of each sequence's row, the first that is seen: `visible_pages`.
+        plan: the plan, whose `kv_indptr` is read.
+        first_pages: ``[B]``, the first visible page of each sequence's row: see `visible_pages`.
     """
     count, starts = int(plan.kv_indptr[-1]), plan.kv_indptr[:-1]
     rows = np.arange(len(starts), dtype=np.int32) * pages.shape[1]

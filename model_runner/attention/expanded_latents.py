@@ -1,8 +1,8 @@
-"""Prompts over latents (MLA): for sequences that bring many tokens keys and values are made.
+"""Prompts over latents (MLA): keys and values are made for sequences that bring many tokens.
 
-With absorption a query is as wide as a latent, and so is the sum of what it sees. Of many queries
-that costs more than making each key and value once: DeepSeek-V2 (arXiv 2405.04434), 2.1.2. Which
-sequences of a step those are is decided here; the others stay as they are.
+With absorption a query is as wide as a latent, and so is the sum of what it sees. With many queries
+that costs more than to make each key and value once: DeepSeek-V2 (arXiv 2405.04434), 2.1.2. This
+file chooses those sequences of a step; the others are computed with absorption.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:  # the protocol, whose file imports this one
     from kvrelay.model_runner.attention.backend import AttentionBackend
 
 MOST_BYTES: Final = 512 << 20
-"""Of keys and values, and of what they are made by, for one layer of a step."""
+"""The most bytes of keys and values, and of what they are made by, for one layer of a step."""
 
 
 def choose_expanded(batch: ForwardBatch, heads: ExpandedHeads, token_bytes: int) -> Int64Array:
-    """The sequences of `batch` whose keys and values are made, in order.
+    """The sequences of `batch` whose keys and values are made, in ascending order.
 
-    The largest chunks come first, as long as what is made of their `token_bytes` a token fits.
+    The largest chunks are chosen first, as long as their `token_bytes` a token fit into
+    `MOST_BYTES`.
     """
     new = np.diff(batch.query_start)
     many = np.flatnonzero(new >= heads.least_new_tokens)
@@ -43,20 +44,20 @@ def choose_expanded(batch: ForwardBatch, heads: ExpandedHeads, token_bytes: int)
 
 
 def expanded_token_bytes(heads: ExpandedHeads, num_heads: int, dtype: torch.dtype) -> int:
-    """What is made for each token that a sequence sees, at most, for one layer."""
+    """The most bytes that are made for each token that a sequence sees, for one layer."""
     # A key, its part that does not rotate, and a value before and after its heads come first.
     return num_heads * 2 * (heads.key_dim + heads.value_dim) * dtype.itemsize
 
 
 def most_expanded_tokens(heads: ExpandedHeads, num_heads: int, dtype: torch.dtype) -> int:
-    """Tokens of a step whose keys and values are made at most."""
+    """The most tokens of a step whose keys and values are made."""
     return MOST_BYTES // expanded_token_bytes(heads, num_heads, dtype)
 
 
 def take_sequences(
     batch: ForwardBatch, page_table: Int32Array, chosen: Int64Array
 ) -> tuple[ForwardBatch, Int32Array, Int64Array]:
-    """The sequences `chosen` of a batch: as a batch, their table, and their rows of the batch."""
+    """The sequences `chosen` of a batch: as a batch, with their table and their rows of `batch`."""
     starts, ends = batch.query_start[chosen], batch.query_start[chosen + 1]
     rows = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
     table = page_table[chosen]
@@ -75,7 +76,7 @@ def take_sequences(
 def token_places(
     batch: ForwardBatch, page_table: Int32Array, geometry: KVGeometry
 ) -> tuple[Int64Array, Int64Array]:
-    """Where all tokens of the sequences lie, one sequence after the other: ``[S]`` pages, slots."""
+    """The places of all tokens, sequence after sequence: pages and slots, ``[S]`` each."""
     owners = np.repeat(np.arange(len(batch.seq_lens)), batch.seq_lens)
     starts = np.concatenate(([0], np.cumsum(batch.seq_lens)))[:-1]
     positions = np.arange(len(owners)) - starts[owners]
@@ -84,7 +85,7 @@ def token_places(
 
 
 class ExpandedStep:
-    """Sequences of a step over one pool of latents, whose keys and values are made of them."""
+    """The sequences of a step over one pool whose keys and values are made of latents."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class ExpandedStep:
         )
 
     def write_and_gather(self, layer: int, new: torch.Tensor) -> torch.Tensor:
-        """Write ``new [E, 1, D]``; the latents that these sequences see, with them: ``[S, D]``."""
+        """Write ``new [E, 1, D]``; return all latents that these sequences see, ``[S, D]``."""
         pages = self._pool.layer(layer)
         if self._fp8 is None:
             self._new_tokens.write(pages, new)
@@ -132,24 +133,28 @@ class ExpandedStep:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """``[E, heads, key_dim]`` over ``[S, heads, ...]``: ``[E, heads, value_dim]``."""
+        """Attend with ``[E, heads, key_dim]`` over ``[S, heads, ...]``.
+
+        Returns:
+            ``[E, heads, value_dim]``
+        """
         return self._wrapper.run(queries, keys, values)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLatents:
-    """A step over latents: some of its sequences by keys and values, the others by absorption."""
+    """A step over latents: some sequences by keys and values, the others by absorption."""
 
     expanded: ExpandedStep
     expanded_rows: torch.Tensor
-    """``[E]`` of the step's tokens."""
+    """``[E]`` indices of the step's tokens."""
     absorbed: FlashInferStepAttention | None
-    """None: there are no others."""
+    """The sequences that are computed by absorption; None: there are none."""
     absorbed_rows: torch.Tensor
     """``[T - E]``"""
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """For nobody: who makes keys and values of latents uses the parts."""
+        """Refuse: a layer of latents uses the parts instead."""
         raise AssertionError("a step in parts")
 
 
@@ -157,10 +162,10 @@ class SplittingAttention:
     """The `AttentionBackend` of latents on CUDA devices; a plan counts until the next one is made.
 
     Args:
-        absorbing: of the same pool.
-        heads: how wide keys and values are that are made of latents.
-        wrappers: FlashInfer's of keys and values that are in no pages, used in turn: the plan of
-            the step before may be on its way when the next one is made.
+        absorbing: the backend that absorbs, over the same pool.
+        heads: the dimensions of keys and values that are made of latents.
+        wrappers: FlashInfer's wrappers for keys and values outside of pages. They are used in turn:
+            a step may be planned while the plan before is on its way.
     """
 
     def __init__(
@@ -177,7 +182,7 @@ class SplittingAttention:
 
     @property
     def least_new_tokens(self) -> int:
-        """Of a sequence whose keys and values are made."""
+        """The fewest new tokens of a sequence whose keys and values are made."""
         return self._heads.least_new_tokens
 
     def plan(
@@ -203,7 +208,7 @@ class SplittingAttention:
 
 
 def absorbing(backend: AttentionBackend) -> FlashInferAttention:
-    """FlashInfer's backend that takes any step of decode, of latents by absorption."""
+    """The backend that takes any step of decode: FlashInfer's, by absorption for latents."""
     plain = backend.absorbing if isinstance(backend, SplittingAttention) else backend
     assert isinstance(plain, FlashInferAttention)
     return plain

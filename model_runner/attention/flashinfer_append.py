@@ -1,7 +1,7 @@
-"""Writes a forward's keys and values into a pool's pages by FlashInfer's kernels.
+"""FlashInfer's kernels that write a forward's keys and values into a pool's pages.
 
-They are made to append to sequences whose pages are given, as in `paged_plan`. Where each token
-lies is known here: so each is told to be a sequence with one page, full, of which it is one token.
+The kernels append to sequences with given pages, as in `paged_plan`. Here the place of each token
+is known. So each token is passed as a sequence of one full page that holds it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvrelay.model_runner.attention.new_tokens import StaticNewTokens
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 
 APPENDED_DIMS = (64, 128, 256, 512)
-"""Of heads of keys and values."""
+"""The dimensions of heads of keys and values that the kernels write."""
 APPENDED_LATENTS = ((512, 64),)
-"""Dimensions of a latent and of its rotary key."""
+"""The dimensions of a latent and of its rotary key that the kernels write."""
 _MOST_THREADS: Final = 1024
-"""Of a block, which has a token's heads."""
+"""The most threads of a block, which has one token's heads."""
 _VECTOR_BYTES: Final = 16
-"""That a thread copies at least."""
+"""The fewest bytes that a thread copies."""
 _HEAD_THREADS: Final = 32
-"""That copy one head at most."""
+"""The most threads that copy one head."""
 
 
 def appends(geometry: KVGeometry, value_dim: int) -> bool:
-    """Whether there is a kernel for such a pool; `value_dim` is of latents."""
+    """Whether there is a kernel for such a pool; `value_dim` is a latent's."""
     if geometry.latent:
         return (value_dim, geometry.head_dim - value_dim) in APPENDED_LATENTS
     if geometry.head_dim not in APPENDED_DIMS:
@@ -41,9 +41,9 @@ class AppendKernel:
     """FlashInfer's kernel for one pool.
 
     Args:
-        package: flashinfer.
-        geometry: of the pool.
-        value_dim: the dimensions of a latent, if it has latents.
+        package: the flashinfer package.
+        geometry: the pool's geometry.
+        value_dim: the dimensions of a latent, if the pool has latents.
     """
 
     def __init__(self, package: Any, geometry: KVGeometry, value_dim: int) -> None:
@@ -54,7 +54,7 @@ class AppendKernel:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens a page."""
         return self._geometry.page_size
 
     def locate(
@@ -70,7 +70,7 @@ class AppendKernel:
     def write(
         self, pages: torch.Tensor, new: torch.Tensor, sequences: Mapping[str, torch.Tensor]
     ) -> None:
-        """Shapes as in `NewTokens.write`; `sequences` by the kernels' own names."""
+        """Write the new tokens, shaped as in `NewTokens.write`; `sequences` has kernels' names."""
         if self._geometry.latent:
             self._write_latents(pages[:, 0, 0], new[:, 0], sequences)
             return
@@ -86,7 +86,7 @@ class AppendKernel:
     def _write_latents(
         self, pages: torch.Tensor, new: torch.Tensor, sequences: Mapping[str, torch.Tensor]
     ) -> None:
-        """``new [T, head_dim]`` into ``pages [pages, page_size, head_dim]``."""
+        """Write ``new [T, head_dim]`` into ``pages [pages, page_size, head_dim]``."""
         dim = self._value_dim
         self._package.append_paged_mla_kv_cache(
             new[:, :dim],
@@ -98,7 +98,7 @@ class AppendKernel:
 
 
 class AppendedTokens(StaticNewTokens):
-    """New tokens that a kernel writes: ``page_ids, slots [T]`` int32, at addresses that stay."""
+    """New tokens that a kernel writes: ``page_ids, slots [T]`` int32, at fixed addresses."""
 
     def __init__(self, page_ids: torch.Tensor, slots: torch.Tensor, kernel: AppendKernel) -> None:
         super().__init__(page_ids, slots)

@@ -2,10 +2,10 @@
 
 The only file that imports flashinfer, and only when this backend is chosen.
 
-A step and pool is planned once, for all of the pool's layers, from arrays on the host; a
-layer then only launches kernels. Steps in which each sequence brings one token run the decode
-kernels, all others (prompts, drafts to be verified, and tokens beside them) the prefill
-kernels. Latents (MLA) have kernels of their own for both.
+Each pool of a step is planned once, for all of the pool's layers, from arrays on the host; a layer
+then only launches kernels. Steps in which each sequence brings one token run the decode kernels.
+All others (prompts, drafts to verify, and tokens beside them) run the prefill kernels. Latents
+(MLA) have kernels of their own for both.
 """
 
 from __future__ import annotations
@@ -37,39 +37,41 @@ from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
 
 WORKSPACE_BYTES: Final = 128 << 20
-"""Of partial results on the device, shared by all wrappers: as FlashInfer recommends."""
+"""The device bytes of partial results, shared by all wrappers: as FlashInfer recommends."""
 WRAPPER_BYTES: Final = 8 << 20
-"""That each wrapper allocates on the device for its plan, and as much pinned on the host."""
+"""The device bytes that each wrapper allocates for its plan; it pins as many on the host."""
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
-"""That both generations of prefill kernels have."""
+"""The head dimensions that both generations of prefill kernels have."""
 LATENT_MULTIPLE, ROTARY_MULTIPLE = 128, 64
-"""Of the dimensions of a latent and of its rotary key."""
+"""The dimensions of a latent, and of its rotary key, are multiples of these."""
 FP8_LATENTS = ((512, 64),)
-"""Dimensions of latents, and of their rotary keys, that are read in FP8."""
+"""The dimensions of latents and of their rotary keys that are read in FP8."""
 FP8_LATENT_DTYPES = (torch.bfloat16,)
-"""Of queries over such."""
+"""The dtypes of queries over latents in FP8."""
 EXPANDED_DIMS = ((192, 128), *((dim, dim) for dim in HEAD_DIMS))
-"""Of keys and values in no pages: DeepSeek's, and equal ones."""
+"""The dimensions of keys and values outside of pages: DeepSeek's, and equal ones."""
 CUDA_CORE_GROUPS = (1, 2, 3)
-"""Query heads a KV head that the decode kernels without tensor cores compute. They have 4, 6, 8
-and 16, too, where tensor cores are faster; 5 and 7 they have not."""
+"""The query heads a KV head that the decode kernels without tensor cores compute.
+
+They have 4, 6, 8 and 16, too, where tensor cores are faster; they do not have 5 and 7.
+"""
 MAX_PAGE_STRIDE = 2**32
-"""Elements between two pages of a layer: kernels count them in 32 bits."""
+"""The elements from page to page of a layer that kernels can count: they use 32 bits."""
 _LEAST_CAPABILITY: Final = (8, 0)
 _HOPPER: Final = 9
-"""The generation of GPUs whose kernels read latents in FP8."""
+"""The major compute capability of GPUs whose kernels read latents in FP8."""
 
 
 class Wrapper(Protocol):
     """FlashInfer's wrapper of one kind of kernel.
 
-    Its plan lies in pinned memory of its own, and is copied to the device by work on the current
-    stream: it is planned again only when that work has run.
+    Its plan lies in its own pinned memory, and work on the current stream copies it to the device.
+    Plan again only once that work has run.
     """
 
     def plan(self, *args: Any, **options: Any) -> None:
-        """Divide the work of the layers to come; arrays on the host."""
+        """Divide the work of the coming layers; arrays are on the host."""
         ...
 
     def run(self, *args: Any, **options: Any) -> torch.Tensor:
@@ -83,9 +85,9 @@ WrapperSets: TypeAlias = Sequence[tuple[Wrapper, ...]]
 def flashinfer_lacks(
     geometry: KVGeometry, dtype: torch.dtype, heads: QueryHeads, device: torch.device
 ) -> str | None:
-    """What FlashInfer's kernels have not of this model, in a few words; None if they have all.
+    """The property of this model that FlashInfer has no kernels for, in a few words; None: no such.
 
-    `dtype` is of queries.
+    `dtype` is that of queries.
     """
     if dtype not in DTYPES:
         return f"dtype {_name(dtype)}"
@@ -104,7 +106,7 @@ def flashinfer_lacks(
 def _fp8_latents_lack(
     geometry: KVGeometry, dtype: torch.dtype, heads: QueryHeads, device: torch.device
 ) -> str | None:
-    """As `flashinfer_lacks`, of latents that are in FP8."""
+    """The property of latents in FP8 that kernels lack; None as in `flashinfer_lacks`."""
     if geometry.dtype is not FP8:
         return None
     dims = (heads.value_dim, geometry.head_dim - heads.value_dim)
@@ -128,11 +130,11 @@ def expands(heads: ExpandedHeads) -> bool:
 
 
 def import_flashinfer(device: torch.device) -> Any:
-    """The package.
+    """Import and return the flashinfer package.
 
     Raises:
-        UnsupportedOptionError: it is not installed, it could not compile its kernels, or
-            `device` is no GPU that it supports.
+        UnsupportedOptionError: it is not installed, it cannot compile its kernels, or `device` is
+            no GPU that it supports.
     """
     if device.type != "cuda":
         raise UnsupportedOptionError(
@@ -155,14 +157,15 @@ def import_flashinfer(device: torch.device) -> Any:
 
 
 class FlashInfer:
-    """The package with its workspace for one model on one device, allocated before pools are.
+    """The flashinfer package with one model's workspace on one device, allocated before pools are.
 
     Wrappers that run one after the other on one stream share the workspace.
 
     Args:
         device: a GPU.
         splits: how kernels divide a sequence's KV. Pieces of a fixed size would not depend on the
-            batch either, but have partial results for each token, which no workspace bounds.
+            batch either. But each token would have partial results, for which no workspace is large
+            enough.
 
     Raises:
         UnsupportedOptionError: as `import_flashinfer`.
@@ -172,7 +175,7 @@ class FlashInfer:
         self, device: torch.device, splits: AttentionSplits = AttentionSplits.BATCH
     ) -> None:
         self.package = import_flashinfer(device)
-        """flashinfer"""
+        """The flashinfer package."""
         self._divides = splits is AttentionSplits.BATCH
         self._device = device
         # Zeroed: the decode kernels expect it.
@@ -184,21 +187,22 @@ class FlashInfer:
 
     @property
     def split_options(self) -> dict[str, object]:
-        """Of all plans but those of latents: whether a sequence's KV may be divided."""
+        """The options of all plans but those of latents: whether a sequence's KV may be divided."""
         return {} if self._divides else {"disable_split_kv": True}
 
     @property
     def nbytes(self) -> int:
-        """Device memory that is taken, by the workspace and the wrappers so far."""
+        """The device bytes that the workspace and the wrappers have taken so far."""
         sets = [one for both in self._wrappers.values() for one in both]
         wrappers = sum(map(len, sets)) + len(self._graph_wrappers) + len(self._ragged)
         buffers = sum(one.nbytes for one in self._buffers.values())
         return WORKSPACE_BYTES + WRAPPER_BYTES * wrappers + buffers
 
     def wrappers(self, geometry: KVGeometry, heads: QueryHeads) -> WrapperSets:
-        """Those of a model's pools with this window, made once.
+        """The wrappers of a model's pools with this window, made once.
 
-        A set for each step in flight; in each that for latents, or those for prefill and decode.
+        There is a set for each step in flight. A set has the wrapper for latents, or those for
+        prefill and decode.
         """
         if geometry.window not in self._wrappers:
             make = self._make_latent if geometry.latent else self._make_grouped
@@ -207,7 +211,7 @@ class FlashInfer:
         return self._wrappers[geometry.window]
 
     def ragged_wrappers(self) -> tuple[Wrapper, ...]:
-        """Those of keys and values in no pages, made once: one for each step in flight."""
+        """The wrappers for keys and values outside of pages: one for each step in flight."""
         if not self._ragged:
             ragged = self.package.BatchPrefillWithRaggedKVCacheWrapper
             self._ragged = tuple(
@@ -218,7 +222,7 @@ class FlashInfer:
     def make_graph_parts(
         self, geometry: KVGeometry, heads: QueryHeads, sizes: GraphSizes, max_pages: int
     ) -> None:
-        """Make the wrappers of graphs of the pool with this window, one for each size."""
+        """Make the wrappers for the CUDA graphs of the pool with this window, one for each size."""
         buffers = GraphBuffers(geometry, sizes.largest, max_pages, self._device)
         self._buffers[geometry.window] = buffers
         make = self._make_latent_graph if geometry.latent else self._make_grouped_graph
@@ -227,15 +231,15 @@ class FlashInfer:
             self._graph_wrappers[geometry.window, size] = wrapper
 
     def graph_parts(self, geometry: KVGeometry, size: int) -> tuple[GraphBuffers, Wrapper]:
-        """Those of a pool's graph of `size` sequences, which have been made."""
+        """The buffers and the wrapper of a pool's graph of `size` sequences, made before."""
         return self._buffers[geometry.window], self._graph_wrappers[geometry.window, size]
 
     def csr_metadata(self, *arrays: torch.Tensor) -> object:
-        """How the latents' wrapper takes its arrays."""
+        """The metadata that the latents' wrapper takes its arrays in."""
         return self.package.mla.MLAPlanMetadata.csr(*arrays)
 
     def to_host(self, array: Int32Array) -> torch.Tensor:
-        """`array` whence copies to the device need not be waited for: in pinned memory."""
+        """`array` in pinned memory, so that copies to the device need not be waited for."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
@@ -268,7 +272,7 @@ class FlashInfer:
             self._workspace,
             kv_layout="HND",
             backend=self._backend_of(geometry),
-            # Those without cannot be told not to divide.
+            # Kernels without tensor cores have no option not to divide.
             use_tensor_cores=group not in CUDA_CORE_GROUPS or not self._divides,
             **options,
         )
@@ -277,18 +281,18 @@ class FlashInfer:
     def _backend_of(self, geometry: KVGeometry) -> str:
         """The generation of kernels.
 
-        Hopper's (fa3) want queries in FP8, too, if KV is, and are not told of splits.
+        Hopper's kernels (fa3) need queries in FP8 if KV is, and have no option for splits.
         """
         return "fa2" if geometry.dtype is FP8 or not self._divides else "auto"
 
 
 class FlashInferAttention:
-    """The `AttentionBackend` of CUDA devices. A plan counts until the next one is made.
+    """The `AttentionBackend` of CUDA devices. A plan is valid until the next one is made.
 
     Args:
-        flashinfer: on the pool's device.
-        pool: of keys and values.
-        heads: how to weigh.
+        flashinfer: the package on the pool's device.
+        pool: the pool of keys and values.
+        heads: the query heads, with scale and softcap.
         fp8: the pool's pages, if they are in FP8.
 
     Raises:
@@ -303,7 +307,7 @@ class FlashInferAttention:
         fp8: Fp8Pages | None = None,
     ) -> None:
         self.dtype = pool.geometry.dtype if fp8 is None else fp8.dtype
-        """Of queries, and of results."""
+        """The dtype of queries and of results."""
         if lack := flashinfer_lacks(pool.geometry, self.dtype, heads, pool.data.device):
             raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
         if pool.layer(0).stride(0) >= MAX_PAGE_STRIDE:
@@ -330,20 +334,20 @@ class FlashInferAttention:
         return self._append.locate(batch, page_table, self.pool.data.device)
 
     def static_tokens(self, page_ids: torch.Tensor, slots: torch.Tensor) -> StaticNewTokens:
-        """New tokens, to be written in the same way, wherever these arrays say later."""
+        """New tokens, written to the places that these arrays hold when `write` runs."""
         if self._append is None:
             return StaticNewTokens(page_ids, slots)
         return AppendedTokens(page_ids, slots, self._append)
 
     @property
     def wrappers(self) -> tuple[Wrapper, ...]:
-        """Those of the latest plan."""
+        """The wrappers of the latest plan."""
         return self._sets[self._turn]
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> FlashInferStepAttention:
-        """Plan the kernels of `batch`, after which no plan before it is used to launch any.
+        """Plan the kernels of `batch`. Earlier plans must launch nothing any more.
 
-        What the plan before it has launched may still run, but none before that.
+        Kernels of the plan before may still run; kernels of earlier ones may not.
         """
         self._turn = (self._turn + 1) % len(self._sets)
         self.latest = FlashInferStepAttention(self, batch, page_table)
@@ -352,7 +356,7 @@ class FlashInferAttention:
     def lay_out(
         self, batch: ForwardBatch, page_table: Int32Array
     ) -> tuple[PagedPlan, torch.Tensor]:
-        """The arrays of `batch`, and its page ids on the device, of which only changes are sent.
+        """The arrays of `batch`, and its page ids on the device, to which only changes are sent.
 
         FlashInfer waits for copies of page ids to a graph's memory unless they are there already.
         """
@@ -361,7 +365,7 @@ class FlashInferAttention:
         return plan, gather_page_ids(self._table.update(page_table), plan, first)
 
     def plan_decode(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
-        """Plan kernels for one new token of each sequence; those of latents for any number."""
+        """Plan kernels for one new token of each sequence; kernels of latents take any number."""
         if self.pool.geometry.latent:
             self._plan_latent(wrapper, plan, page_ids)
         else:

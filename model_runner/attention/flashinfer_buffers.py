@@ -1,4 +1,4 @@
-"""The arrays of a step of decode at addresses that stay, as CUDA graphs read them."""
+"""The arrays of a step of decode at fixed addresses, as CUDA graphs read them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvrelay.mem_cache.geometry import KVGeometry
 
 
 class GraphBuffers:
-    """For one pool's layers, on its device; graphs of all sizes share them, the first parts.
+    """The arrays of one pool, on its device; graphs of all sizes share them, each the first part.
 
     Args:
-        geometry: of the pool.
-        largest: sequences that a step has at most.
-        max_pages: that a sequence has at most.
-        device: of the pool.
+        geometry: the pool's geometry.
+        largest: the most sequences of a step.
+        max_pages: the most pages of a sequence.
+        device: the pool's device.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class GraphBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that is taken."""
+        """The device memory that is taken, in bytes."""
         return sum(one.nbytes for one in vars(self).values() if isinstance(one, torch.Tensor))
 
     def of_wrapper(self, size: int) -> Mapping[str, torch.Tensor]:
-        """What FlashInfer's wrapper of `size` sequences plans into, by its own names."""
+        """The buffers that the wrapper of `size` sequences plans into, by FlashInfer's names."""
         indptr, lengths = self._indptr[: size + 1], self._lengths[:size]
         if not self._latent:
             return {

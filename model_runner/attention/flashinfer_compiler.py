@@ -1,7 +1,7 @@
-"""Whether FlashInfer's kernels can be had here: it compiles them when they are first used.
+"""A check that FlashInfer's kernels can be compiled here, which happens at their first use.
 
-The places are those where flashinfer.jit looks (0.7): `FLASHINFER_NVCC`, `CUDA_HOME`,
-`CUDA_PATH`, `PATH` and /usr/local/cuda for nvcc, `PATH` alone for ninja, `CXX` for what links.
+The places are those where flashinfer.jit looks (0.7): `FLASHINFER_NVCC`, `CUDA_HOME`, `CUDA_PATH`,
+`PATH` and /usr/local/cuda for nvcc, `PATH` alone for ninja, `CXX` for the linker.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _DEFAULT_HOME: Final = "/usr/local/cuda"
 
 
 def compiler_lacks(variables: Mapping[str, str] = os.environ) -> str | None:
-    """What is missing to compile kernels, in a few words.
+    """The programs that are missing to compile kernels, in a few words.
 
-    None if nothing is, or if the kernels are installed compiled.
+    None if nothing is missing, or if the kernels are installed compiled.
     """
     if find_spec(COMPILED_PACKAGE) is not None:
         return None
@@ -47,7 +47,7 @@ def offer_own_ninja() -> None:
 
 
 def _nvcc(variables: Mapping[str, str], path: str) -> str:
-    """The nvcc that would be called, whether it is there or not."""
+    """The path of the nvcc that would be called, whether it exists or not."""
     if nvcc := variables.get("FLASHINFER_NVCC"):
         return shutil.which(nvcc, path=path) or nvcc
     home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")

@@ -9,9 +9,9 @@ from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 
 
 class GraphStep:
-    """The `StepAttention` of all steps of so many sequences, each with one new token.
+    """The `StepAttention` of all steps of `size` sequences, each with one new token.
 
-    What `attend` launches reads the arrays that the latest `fill` has left on the device.
+    Kernels of `attend` read the arrays that the latest `fill` has left on the device.
     """
 
     def __init__(self, backend: FlashInferAttention, size: int) -> None:
@@ -21,7 +21,7 @@ class GraphStep:
         self._new_tokens = backend.static_tokens(buffers.new_pages[:size], buffers.new_slots[:size])
 
     def fill(self, batch: ForwardBatch, page_table: Int32Array) -> None:
-        """Plan for `batch`, and say where its new tokens are written. Not to be captured."""
+        """Plan for `batch`, and set the places of its new tokens. Not to be captured."""
         geometry = self._backend.pool.geometry
         self._new_tokens.fill(batch, page_table, geometry.page_size)
         self._backend.plan_decode(self._wrapper, *self._backend.lay_out(batch, page_table))

@@ -1,4 +1,4 @@
-"""Keys and values in FP8: how they are written to pages, and what is read of them."""
+"""Keys and values in FP8: how they are written to pages, and how they are read."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from kvrelay.model_runner.torch_options import pin_to_device
 FP8: Final = torch.float8_e4m3fn
 LARGEST: Final = torch.finfo(FP8).max
 _SHARED_NUMBERS: Final = 1 << 18
-"""From so many on a second thread saves more than its start costs."""
+"""The fewest numbers for which a second thread saves more than its start costs."""
 _PIECE_NUMBERS: Final = 1 << 22
-"""That a device widens at a time: for a moment each takes 9 bytes more."""
+"""The numbers that a device widens at a time: for a moment each takes 9 bytes more."""
 
 
 class Fp8Pages:
     """The pages of a pool in FP8, one scale a layer and part.
 
-    What is larger than a scale allows becomes the largest number there is; infinity becomes NaN.
+    A number that is too large for its scale becomes FP8's largest; infinity becomes NaN.
 
     Args:
-        pool: of FP8.
-        scales: of each of the pool's layers.
-        dtype: what the model computes in.
-        threads: that read pages on a CPU; None: as many as torch has now.
+        pool: the pool, in FP8.
+        scales: the scales of each of the pool's layers.
+        dtype: the dtype that the model computes in.
+        threads: the threads that read pages on a CPU; None: as many as torch has now.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Fp8Pages:
     def quantize(self, layer: int, new: torch.Tensor) -> torch.Tensor:
         """``[T, parts * kv_heads, head_dim]`` in FP8."""
         scaled = self._by_part(new).to(torch.float32) / self._scales[layer][:, None, None]
-        # What is not finite must not become a number: the sampler refuses logits that are none.
+        # Infinity must become NaN, not a number: the sampler refuses logits that are not finite.
         stored = scaled.clamp(-LARGEST, LARGEST) + (scaled - scaled)
         return stored.to(FP8).view(new.shape)
 
     def dequantize(self, layer: int, stored: torch.Tensor) -> torch.Tensor:
-        """What `quantize` stored, as it is read, in the model's dtype."""
+        """The numbers that `quantize` has stored, as they are read, in the model's dtype."""
         wide = self._by_part(stored).to(torch.float32) * self._scales[layer][:, None, None]
         return wide.to(self.dtype).view(stored.shape)
 
@@ -94,6 +94,6 @@ class Fp8Pages:
         return rows.reshape(len(rows), geometry.parts, geometry.num_kv_heads, -1)
 
     def _make_tables(self) -> torch.Tensor:
-        """``[layers, parts, 256]``: what each byte means, in the model's dtype."""
+        """``[layers, parts, 256]``: the value of each byte, in the model's dtype."""
         numbers = torch.from_numpy(np.arange(256, dtype=np.uint8)).view(FP8).to(torch.float32)
         return (self._scales[:, :, None] * numbers).to(self.dtype)

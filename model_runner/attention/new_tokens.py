@@ -1,4 +1,4 @@
-"""Writes a forward's keys and values into a pool's pages with plain torch, on any device."""
+"""The writing of a forward's keys and values into a pool's pages, in plain torch on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.model_runner.torch_options import copy_array, pin_to_device
 
 
 class NewTokens:
-    """Where the new tokens of one batch lie in a pool, on the pool's device."""
+    """The places of one batch's new tokens in a pool, on the pool's device."""
 
     def __init__(self, batch: ForwardBatch, page_table: Int32Array, pool: KVPool) -> None:
         self._page_ids, self._slots = (
@@ -32,14 +32,14 @@ class NewTokens:
 
 
 class StaticNewTokens(NewTokens):
-    """The same at addresses that stay, on the pool's device: ``page_ids, slots [T]`` int32."""
+    """New tokens at fixed addresses on the pool's device: ``page_ids, slots [T]`` int32."""
 
     def __init__(self, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
         self._page_ids, self._slots = page_ids, slots
 
     def fill(self, batch: ForwardBatch, page_table: Int32Array, page_size: int) -> None:
-        """Let the next `write` be of `batch`, which has as many new tokens."""
+        """Set the places for `batch`, which has as many new tokens; the next `write` uses them."""
         arrays = new_token_slots(batch, page_table, page_size)
         for array, target in zip(arrays, (self._page_ids, self._slots), strict=True):
-            # Of the target's type: a copy that converts would be waited for.
+            # In the target's dtype: the host would wait for a copy that converts.
             copy_array(array.astype(np.int32), target)

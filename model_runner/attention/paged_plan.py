@@ -6,9 +6,9 @@ All arrays are int32 and on the host. Sequence `b` is, as in a sparse matrix by 
     pages       page_ids[kv_indptr[b] : kv_indptr[b + 1]], the last one
                 filled with last_page_len[b] tokens
 
-A window's pages begin with the oldest token that the first new one sees. So positions in
-these arrays count from there. Kernels compare positions from the end of a sequence, where
-its new tokens are, so that causality and windows are the same as over the whole sequence.
+A window's pages begin with the oldest token that the first new one sees. So positions in these
+arrays count from there. Kernels count positions from the end of a sequence, where its new tokens
+are. So causality and windows are the same as over the whole sequence.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """What a step's queries attend to in one pool; the same for all of the pool's layers."""
+    """The arrays for a step's queries over one pool; the same for all of the pool's layers."""
 
     query_indptr: Int32Array
     """``[B + 1]``"""
     kv_indptr: Int32Array
     """``[B + 1]``"""
     page_ids: Int32Array
-    """``[kv_indptr[B]]``: none is below a window, and none is past a sequence's end."""
+    """``[kv_indptr[B]]``: no page is below a window, and none is past a sequence's end."""
     last_page_len: Int32Array
     """``[B]`` from 1 to `page_size`; 0 if the sequence has no pages here."""
     kv_lens: Int32Array

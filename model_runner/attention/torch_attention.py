@@ -16,12 +16,12 @@ from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.torch_options import pin_to_device
 
 MIN_BLOCK_TOKENS = 128
-"""New tokens of a sequence that are attended for together, at least, however short the window."""
+"""The fewest new tokens of a sequence that are computed together, however short the window is."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendedTokens:
-    """New tokens of one sequence, attended for together, and what they see.
+    """New tokens of one sequence that are computed together, and the tokens that they see.
 
     ::
 
@@ -32,20 +32,20 @@ class AttendedTokens:
     """
 
     start: int
-    """They are the rows ``[start, end)`` of the batch."""
+    """The first of the rows ``[start, end)`` of the batch."""
     end: int
     page_ids: torch.Tensor
     """``[pages]`` int64 on the pool's device: from the oldest visible token to the last new one."""
     visible: slice
-    """Of the gathered pages' tokens those from the oldest visible to the last new one, `V`."""
+    """The `V` tokens of the gathered pages from the oldest visible to the last new one."""
     mask: torch.Tensor | None
-    """``[end - start, V]``: what each new token sees; None if plain causal or everything."""
+    """``[end - start, V]``: what each new token sees; None if plain causal, or if all is seen."""
 
     @classmethod
     def of(
         cls, start: int, end: int, position: int, page_table: Int32Array, pool: KVPool
     ) -> AttendedTokens:
-        """The rows ``[start, end)``, the first of which is at `position` of its sequence.
+        """Make the span of the rows ``[start, end)``, whose first is at `position` of its sequence.
 
         ``page_table [max_pages]`` is the sequence's.
         """
@@ -70,7 +70,7 @@ class AttendedTokens:
             layer: ``[pages, parts, kv_heads, page_size, head_dim]``, the new
                 tokens already in it.
             queries: ``[T, num_heads, head_dim]`` of the whole batch.
-            heads: how to weigh.
+            heads: the query heads, with scale and softcap.
 
         Returns:
             ``[end - start, num_heads, value_dim]``
@@ -103,7 +103,7 @@ class AttendedTokens:
     ) -> torch.Tensor:
         """Attention with softcaps or latents: torch has no kernel for them.
 
-        Heads that share keys are rows of one product, so that keys are not repeated.
+        Heads that share keys are rows of one product, so that keys need not be repeated.
         """
         kv_heads, seen, _ = keys.shape
         new = queries.shape[1]
@@ -123,7 +123,7 @@ class AttendedTokens:
 def cut_spans(
     batch: ForwardBatch, index: int, page_table: Int32Array, pool: KVPool
 ) -> Iterator[AttendedTokens]:
-    """Sequence `index` of `batch`, cut so that little is computed outside of a window."""
+    """Yield the spans of sequence `index`, cut so that little is computed outside of a window."""
     start, end = int(batch.query_start[index]), int(batch.query_start[index + 1])
     offset = int(batch.seq_lens[index]) - end
     window = pool.geometry.window
@@ -134,7 +134,7 @@ def cut_spans(
 
 
 def _mask(new: int, seen: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """``[new, seen]`` for the last `new` of `seen` tokens."""
+    """The mask ``[new, seen]`` for the last `new` of `seen` tokens; None if none is needed."""
     earlier = seen - new
     felt = window is not None and new > window
     if new == 1 or (earlier == 0 and not felt):
@@ -144,19 +144,19 @@ def _mask(new: int, seen: int, window: int | None, device: torch.device) -> torc
 
 
 class TorchAttention:
-    """The `AttentionBackend` of devices and dtypes that no compiled kernel is made for."""
+    """The `AttentionBackend` of devices and dtypes without compiled kernels."""
 
     def __init__(self, pool: KVPool, heads: QueryHeads) -> None:
         self.pool = pool
         self.heads = heads
 
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> TorchStepAttention:
-        """Cut `batch` into spans, and copy to the device where its new tokens are written."""
+        """Cut `batch` into spans, and copy the places of its new tokens to the device."""
         return TorchStepAttention(self, batch, page_table)
 
 
 class TorchStepAttention:
-    """The `StepAttention` of `TorchAttention`: gathers the pages of a span after the other."""
+    """The `StepAttention` of `TorchAttention`: gathers the pages of one span after the other."""
 
     def __init__(
         self, backend: TorchAttention, batch: ForwardBatch, page_table: Int32Array

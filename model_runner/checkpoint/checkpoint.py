@@ -16,7 +16,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 FP8 = torch.float8_e4m3fn
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
-"""Old Llama checkpoints carry the frequencies, which the configuration already says."""
+"""The tensors of frequencies in old Llama checkpoints; the configuration has them already."""
 
 
 class Checkpoint:
@@ -24,13 +24,13 @@ class Checkpoint:
 
     Args:
         folder: holds model.safetensors, or an index and its shards.
-        dtype: what taken tensors are cast to.
-        device: where they are put.
+        dtype: the dtype that taken tensors are cast to.
+        device: the device that they are put on.
         on_read: called with the size of each tensor that was read, in bytes.
 
     Raises:
-        CheckpointError: one line that names the file, and the tensor where
-            there is one, for whatever is missing, misshapen or corrupt.
+        CheckpointError: something is missing, misshapen or corrupt; one line names the file, and
+            the tensor if there is one.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What taken tensors are cast to."""
+        """The dtype that taken tensors are cast to."""
         return self._dtype
 
     @property
@@ -67,21 +67,21 @@ class Checkpoint:
     ) -> torch.Tensor:
         """The tensor `name`, which must be floating point and of exactly `shape`.
 
-        Cast to `dtype`, where one is given, instead of the others'. It is a copy: what changes in
-        the file later changes nothing here.
+        It is cast to `dtype` if one is given, else to the checkpoint's. It is a copy: later changes
+        of the file do not change it.
         """
         tensor = self._read(name)
         self._check_shape(name, tensor, shape)
-        # safetensors maps the file: without a copy, who writes into it changes loaded weights.
+        # safetensors maps the file: without a copy, a write into it would change loaded weights.
         return self._add(name, tensor, tensor.to(self._device, dtype or self._dtype, copy=True))
 
     def take_stacked(
         self, parts: Mapping[str, int], inner: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """The tensors `parts`, of so many rows of shape `inner` each, one below the other.
+        """The tensors `parts` (names to rows of shape `inner`), one below the other.
 
-        Each is read into its place: they are never in memory twice. With `dtype` FP8 all must
-        have been stored so.
+        Each is read into its place: they are never in memory twice. With `dtype` FP8 all must be
+        stored in it.
         """
         rows = list(parts.values())
         whole = torch.empty(sum(rows), *inner, dtype=dtype or self._dtype, device=self._device)
@@ -92,7 +92,7 @@ class Checkpoint:
         return whole
 
     def take_scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The scales `name` in float32, as `shape`; they may lack dimensions of 1, or have more."""
+        """The scales `name` in float32, as `shape`; stored dimensions of 1 do not matter."""
         tensor = self._read(name, torch.float8_e8m0fnu)
         if _without_ones(tensor.shape) != _without_ones(shape):
             self._check_shape(name, tensor, shape)
@@ -107,7 +107,7 @@ class Checkpoint:
         return self._add(name, tensor, tensor.to(torch.float32, copy=True)).item()
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor as it is stored; one of 8 bits, or of all that FP8 wants, only in `dtype`."""
+        """The tensor as stored; 8-bit ones only in `dtype`, and for FP8 only FP8 ones."""
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
         path = self._files[name]
@@ -132,18 +132,18 @@ class Checkpoint:
             )
 
     def _add(self, name: str, tensor: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-        """`loaded`, noted as what was made of the stored `tensor`."""
+        """`loaded`, recorded as the tensor made of the stored `tensor`."""
         self._taken.add(name)
         self._digest.add(name, loaded)
         self._on_read(tensor.nbytes)
         return loaded
 
     def skip(self, name: str) -> None:
-        """Declare that `name`, if it is there, is rightly not used."""
+        """Declare that `name`, if it exists, is rightly not used."""
         self._taken.add(name)
 
     def finish(self) -> None:
-        """Refuse tensors that nobody took: a bias that is left out makes a different model."""
+        """Refuse tensors that were not taken: without a bias, say, the model is another one."""
         left = [
             name
             for name in sorted(self._files.keys() - self._taken)

@@ -14,10 +14,10 @@ Default = TypeVar("Default")
 
 
 class ConfigFile:
-    """A JSON object and where it came from.
+    """A JSON object and the file that it came from.
 
-    Every accessor raises `CheckpointError` naming file and field when the field
-    is of the wrong type, or is absent (or null) and no default was given.
+    Every accessor raises `CheckpointError`, which names file and field, if the field has the wrong
+    type. It also does if the field is absent (or null) and no default was given.
     """
 
     def __init__(self, path: Path, fields: Mapping[str, Any], section: str = "") -> None:

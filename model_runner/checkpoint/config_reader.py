@@ -1,4 +1,4 @@
-"""Reads config.json, and refuses by name what `Decoder` would not compute exactly."""
+"""The reader of config.json, which refuses by name what `Decoder` would not compute exactly."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ GENERATION_CONFIG_NAME = "generation_config.json"
 _GEMMA = (Architecture.GEMMA2, Architecture.GEMMA3)
 _DEEPSEEK = (Architecture.DEEPSEEK_V2, Architecture.DEEPSEEK_V3)
 _Q_LORA_RANK = 1536
-"""What transformers takes for the `q_lora_rank` that a DeepSeek's config.json leaves out."""
+"""The `q_lora_rank` that transformers assumes if a DeepSeek's config.json has none."""
 _ATTN_SOFTCAP, _FINAL_SOFTCAP = 50.0, 30.0
-"""Likewise for Gemma 2's `attn_logit_softcapping` and `final_logit_softcapping`."""
+"""The same for Gemma 2's `attn_logit_softcapping` and `final_logit_softcapping`."""
 
 
 def read_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json (and generation_config.json where there is one).
 
-    Raises `CheckpointError`, one line that names file and field, for anything
-    missing, invalid, or not computed exactly by `Decoder`.
+    Raise `CheckpointError`, one line that names file and field, for anything missing, invalid, or
+    not computed exactly by `Decoder`.
     """
     config = ConfigFile.read(folder / CONFIG_NAME)
     architecture = _architecture(config)

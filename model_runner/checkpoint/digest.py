@@ -1,8 +1,8 @@
-"""Hashes of what was loaded: of every byte, because another model may differ in one tensor only.
+"""Hashes of loaded models: of every byte, because another model may differ in one tensor only.
 
 Weights are hashed where they lie, on a CPU or a GPU, at about the speed of their memory. A
-cryptographic hash would take longer than the disk, and a sample could miss what was changed. The
-hash is against mistakes: whoever can write checkpoints needs no collision.
+cryptographic hash would take longer than the disk, and a sample could miss a change. The hash is
+against mistakes, not attacks: an attacker who can write checkpoints needs no collision.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class WeightsDigest:
 
 
 def object_digest(value: object) -> str:
-    """The hash of dataclasses, enums, numbers and strings, by what `repr` says of them."""
+    """The hash of dataclasses, enums, numbers and strings, by their `repr`."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The hash of a tensor's type, shape and bytes; the same on every device.
 
-    Each block's sum is one of all its words, with odd weights, so a change of one word always
-    changes it. (A word's upper half is folded into its lower one first: an odd weight keeps the
-    highest bit as it is, so changes of that bit in two words would cancel each other out.)
+    Each block has a sum of all its words, with odd weights, so a change of one word always changes
+    it. A word's upper half is first folded into its lower one. Otherwise an odd weight would keep
+    the highest bit, and changes of it in two words would cancel out.
     """
     data = tensor.contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
@@ -57,7 +57,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _block_sums(words: torch.Tensor) -> torch.Tensor:
-    """``[B]`` int64: of each block of `words`, the last of which may be shorter, its sum."""
+    """``[B]`` int64: the sum of each block of `words`; the last block may be shorter."""
     weights = _weights(words.device)
     whole = words.numel() // _BLOCK_WORDS * _BLOCK_WORDS
     blocks, rest = words[:whole].view(-1, _BLOCK_WORDS), words[whole:].view(1, -1)

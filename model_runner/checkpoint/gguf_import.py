@@ -1,4 +1,4 @@
-"""A .gguf file made into an ordinary checkpoint folder."""
+"""The conversion of a .gguf file to an ordinary checkpoint folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from kvrelay.model_runner.torch_options import parse_dtype
 def convert_gguf(gguf_path: Path, out_dir: Path, dtype: str = "bfloat16") -> None:
     """Dequantize `gguf_path` into `out_dir`: weights (in `dtype`), configurations, tokenizer.
 
-    A file that cannot be read leaves nothing; what a failed write leaves is the
-    caller's to remove. Reading the format is left to transformers, imported
-    here because that takes seconds.
+    A file that cannot be read leaves nothing behind. The caller removes what a failed write leaves.
+    The format is read by transformers, which is imported here because that takes seconds.
 
     Raises:
         CheckpointError: one line; the file is missing, corrupt, or of an
@@ -41,7 +40,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path, dtype: str = "bfloat16") -> Non
 
 
 def _gguf_loader() -> Callable[..., Any]:
-    """transformers' inner function for the format, if it is as it is used here."""
+    """The inner function of transformers for the format, if it still has the known form."""
     import transformers
 
     try:
@@ -59,7 +58,7 @@ def _gguf_loader() -> Callable[..., Any]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """None on the user's terminal while a model is read and written."""
+    """Show no progress bars on the user's terminal while a model is read and written."""
     from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging as writer
 

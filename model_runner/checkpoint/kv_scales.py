@@ -9,14 +9,14 @@ from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.errors import CheckpointError
 
 _KEY_NAMES = ("k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale")
-"""Below a layer's ``self_attn``: those of compressed-tensors, now and before, and AutoFP8's."""
+"""The names below a layer's ``self_attn``: compressed-tensors', now and before, and AutoFP8's."""
 _VALUE_NAMES = ("v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
 _QUERY_NAME = "q_scale"
-"""Queries are not rounded."""
+"""The scale of queries, which is not used: queries are not rounded."""
 
 
 def take_kv_scales(checkpoint: Checkpoint, num_layers: int) -> tuple[KVScale, ...]:
-    """One for each layer; 1 where the checkpoint has none.
+    """Take one for each layer; it is 1 where the checkpoint has none.
 
     Raises:
         CheckpointError: a scale is not positive.
@@ -30,7 +30,7 @@ def take_kv_scales(checkpoint: Checkpoint, num_layers: int) -> tuple[KVScale, ..
 
 
 def skip_kv_scales(checkpoint: Checkpoint, num_layers: int) -> None:
-    """Do without: pages are not in FP8."""
+    """Skip the scales: pages are not in FP8."""
     for layer in range(num_layers):
         for name in (*_KEY_NAMES, *_VALUE_NAMES, _QUERY_NAME):
             checkpoint.skip(f"{_prefix(layer)}.{name}")

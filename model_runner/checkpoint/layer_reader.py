@@ -1,4 +1,4 @@
-"""Reads what config.json says of each layer: window, rotation, experts."""
+"""The reader of each layer's part of config.json: window, rotation, experts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvrelay.model_runner.config.model_config import Architecture, LayerConfig, 
 
 _QWEN = (Architecture.QWEN2, Architecture.QWEN3)
 _MIXED = (*_QWEN, Architecture.GEMMA2, Architecture.GEMMA3)
-"""Those that may have layers of both types."""
+"""The architectures that may have layers of both types."""
 
-# What transformers takes for what a config.json leaves out.
+# The values that transformers assumes for fields that a config.json leaves out.
 _WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
 _GEMMA3_PATTERN = 6
@@ -20,9 +20,9 @@ _GEMMA3_PATTERN = 6
 def read_layers(
     config: ConfigFile, architecture: Architecture, max_model_len: int
 ) -> tuple[LayerConfig, ...]:
-    """One for each of `num_hidden_layers`.
+    """Read one for each of `num_hidden_layers`.
 
-    A window no shorter than `max_model_len` is never felt: full attention.
+    A window no shorter than `max_model_len` has no effect, and becomes full attention.
     """
     window = _window(config, architecture)
     types = _types(config, architecture, window)
@@ -71,7 +71,7 @@ def _types(config: ConfigFile, architecture: Architecture, window: int | None) -
 def _implied_types(
     config: ConfigFile, architecture: Architecture, window: int | None, num_layers: int
 ) -> list[LayerType]:
-    """The types of layers whose config.json does not name them."""
+    """The types of layers if config.json does not name them."""
     full, sliding = LayerType.FULL, LayerType.SLIDING
     if architecture is Architecture.GEMMA2:
         return [full if i % 2 else sliding for i in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Reads what config.json says of experts."""
+"""The reader of config.json's description of experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrelay.model_runner.config.model_config import Architecture, MoEConfig
 def read_moe(
     config: ConfigFile, architecture: Architecture, num_layers: int
 ) -> tuple[int, MoEConfig | None]:
-    """The first layer with experts and what they are; ``num_layers, None`` if there are none."""
+    """The first layer with experts and their description; ``num_layers, None``: none has."""
     if architecture not in (Architecture.DEEPSEEK_V2, Architecture.DEEPSEEK_V3):
         return num_layers, None
     first = config.count("first_k_dense_replace")

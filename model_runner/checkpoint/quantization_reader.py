@@ -1,4 +1,4 @@
-"""Reads what config.json says of quantized weights; whatever is not FP8 is refused by name."""
+"""The reader of config.json's quantization of weights; anything but FP8 is refused by name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from kvrelay.model_runner.checkpoint.config_file import ConfigFile
 from kvrelay.model_runner.config.fp8_weights import BLOCK, Fp8Weights, ScaleShape
 
 _FORMATS = ("float-quantized", "naive-quantized")
-"""Of compressed-tensors: those that store float8 as it is."""
+"""The formats of compressed-tensors that store float8 as it is."""
 
 
 def read_quantization(config: ConfigFile) -> Fp8Weights | None:
-    """How weights are quantized; None: they are not."""
+    """The quantization of weights; None if they are not quantized."""
     if not config.has("quantization_config"):
         return None
     quantization = config.section("quantization_config")
@@ -26,7 +26,7 @@ def read_quantization(config: ConfigFile) -> Fp8Weights | None:
 
 
 def _read_fp8(quantization: ConfigFile) -> Fp8Weights:
-    """As DeepSeek, Qwen and AutoFP8 write it."""
+    """Read the form that DeepSeek, Qwen and AutoFP8 write."""
     if (form := quantization.text("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise quantization.error("fmt", f"of {form!r} is not supported: only e4m3 is")
     scheme = quantization.text("activation_scheme", "dynamic")
@@ -85,7 +85,7 @@ def _read_group(group: ConfigFile) -> Fp8Weights:
 
 
 def _check_kv_scheme(quantization: ConfigFile) -> None:
-    """Refuse scales of keys and values that are not FP8's, one a layer."""
+    """Refuse scales of keys and values unless they are FP8's, one a layer."""
     if not quantization.has("kv_cache_scheme"):
         return
     scheme = quantization.section("kv_cache_scheme")

@@ -1,4 +1,4 @@
-"""Reads how positions turn into angles from config.json."""
+"""The reader of config.json's rotary embedding: how positions turn into angles."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvrelay.model_runner.config.model_config import LayerType
 from kvrelay.model_runner.config.rope import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 DEFAULT_THETA = 10_000.0
-"""What a checkpoint from before `rope_theta` was written down means."""
+"""The theta of checkpoints from before `rope_theta` was written into config.json."""
 _GEMMA3_THETA = 1_000_000.0
-"""Likewise, of the layers of a Gemma 3 that see everything."""
+"""The same for the full-attention layers of a Gemma 3."""
 
 
 def read_rope(config: ConfigFile, max_model_len: int) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
 
-    Raises `CheckpointError` for a kind that is not computed exactly here
-    (``dynamic`` and ``longrope`` depend on the length of the running batch).
+    Raise `CheckpointError` for a kind that is not computed exactly here (``dynamic`` and
+    ``longrope`` depend on the length of the running batch).
     """
     _refuse_partial(config)
     rope = _section(config)
@@ -35,10 +35,10 @@ def read_rope(config: ConfigFile, max_model_len: int) -> Rope:
 
 
 def read_rope_by_type(config: ConfigFile, max_model_len: int) -> dict[LayerType, Rope]:
-    """Like `read_rope` for Gemma 3, whose layers with a window rotate faster.
+    """Read the ropes of Gemma 3, whose layers with a window rotate faster.
 
-    Before transformers 5 their `rope_local_base_freq` was written beside
-    `rope_theta` and `rope_scaling`, which were of the other layers alone.
+    Before transformers 5 these had `rope_local_base_freq`; `rope_theta` and `rope_scaling` were for
+    the other layers alone.
     """
     _refuse_partial(config)
     nested = config.section("rope_parameters")
@@ -67,7 +67,7 @@ def read_rope_by_type(config: ConfigFile, max_model_len: int) -> dict[LayerType,
 
 
 def read_latent_scale(config: ConfigFile) -> float:
-    """What scores of latent attention are multiplied by for a stretched rotation: DeepSeek's yarn.
+    """Read the factor of latent attention's scores for a stretched rotation: DeepSeek's yarn.
 
     Only a part of a head rotates, so cosines and sines alone cannot carry it.
     """

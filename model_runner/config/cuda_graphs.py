@@ -1,4 +1,4 @@
-"""Which steps are CUDA graphs. A process that only supervises reads it: no torch here."""
+"""The choice of steps that are CUDA graphs. Supervising processes read it: no torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 _MOST: Final = 512
-"""Sequences of the largest graph, unless sizes are given."""
+"""The sequences of the largest graph, unless sizes are given."""
 
 
 class CudaGraphs(StrEnum):
@@ -35,7 +35,7 @@ class GraphSizes:
 
     @classmethod
     def parse(cls, text: str) -> GraphSizes:
-        """Of numbers with commas between them. Raises ValueError for anything else."""
+        """Read numbers with commas between them. Raise ValueError for anything else."""
         try:
             sizes = {int(one) for one in text.split(",")}
         except ValueError:
@@ -46,39 +46,39 @@ class GraphSizes:
 
     @classmethod
     def up_to(cls, most: int) -> GraphSizes:
-        """As vLLM's: 1, 2, 4, from there by 8 to 256, by 16 to 512; none above `most` but one."""
+        """The sizes of vLLM (1, 2, 4, by 8 to 256, by 16 to 512) up to the first from `most` on."""
         usual = (1, 2, 4, *range(8, 257, 8), *range(272, _MOST + 1, 16))
         last = bisect_left(usual, most)
         return cls(usual[: last + 1])
 
     def below(self, most: int) -> GraphSizes:
-        """Without those that steps of `most` sequences, and fewer, never take."""
+        """The sizes that steps of up to `most` sequences take."""
         return GraphSizes(self.sizes[: bisect_left(self.sizes, most) + 1])
 
     @property
     def largest(self) -> int:
-        """Steps of more sequences are not graphs."""
+        """The most sequences of a graph: larger steps are not graphs."""
         return self.sizes[-1]
 
     def of(self, count: int) -> int | None:
-        """The smallest that `count` sequences fit into; None: they fit into none."""
+        """The smallest size that `count` sequences fit into; None if they fit into none."""
         place = bisect_left(self.sizes, count)
         return self.sizes[place] if count > 0 and place < len(self.sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """Which graphs a model gets, and over what: their memory is allocated before pools are."""
+    """The graphs that a model gets, and their pools: their memory is allocated before pools are."""
 
     sizes: GraphSizes
     page_size: int
-    """Tokens, of the pools that there will be."""
+    """Tokens a page of the pools that there will be."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRoom:
-    """How large the steps are that graphs are captured of."""
+    """The limits of the steps that graphs are captured for."""
 
     sizes: GraphSizes
     max_tokens: int
-    """Of a sequence."""
+    """The most tokens of a sequence."""

@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are quantized, as `read_quantization` finds it in config.json."""
+"""The quantization of a checkpoint's weights, as `read_quantization` finds it in config.json."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from enum import StrEnum
 from typing import Final
 
 BLOCK: Final = 128
-"""Outputs, and inputs, that share a scale where blocks have scales."""
+"""The outputs, and the inputs, that share a scale where blocks have scales."""
 
 
 class ScaleShape(StrEnum):
-    """What of a weight ``[out, in]`` shares a scale, by the names of compressed-tensors."""
+    """The part of a weight ``[out, in]`` with one scale, by compressed-tensors' names."""
 
     TENSOR = "tensor"
-    """All of it."""
+    """The whole weight."""
     CHANNEL = "channel"
     """An output."""
     BLOCK = "block"
-    """A square of `BLOCK`; the last ones of a row and of a column may be smaller."""
+    """A square of `BLOCK`; the last squares of a row and of a column may be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weights:
-    """Weights are stored as float8_e4m3fn; a weight is what is stored times its scale."""
+    """The storage of weights as float8_e4m3fn; a weight is the stored number times its scale."""
 
     scales: ScaleShape
     static_inputs: bool = False

@@ -1,4 +1,4 @@
-"""What keys and values are divided by before they are stored in FP8."""
+"""The scales that keys and values are divided by before they are stored in FP8."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """Of one layer: what is read of a page times it is the key, or the value."""
+    """One layer's scales: a number in a page times its scale is the key, or the value."""
 
     key: float = 1.0
-    """Also that of a latent."""
+    """The scale of keys, or of latents."""
     value: float = 1.0

@@ -33,7 +33,7 @@ class Architecture(StrEnum):
 
 
 class LayerType(StrEnum):
-    """Which tokens a layer attends to, by transformers' names."""
+    """The tokens that a layer attends to, by transformers' names."""
 
     FULL = "full_attention"
     SLIDING = "sliding_attention"
@@ -50,8 +50,8 @@ class Activation(StrEnum):
 class GQAConfig:
     """Grouped-query attention: a head of keys and values is shared by a group of query heads.
 
-    Ainslie et al. (arXiv 2305.13245). With as many groups as heads it is plain
-    multi-head attention.
+    Ainslie et al. (arXiv 2305.13245). With as many groups as heads it is plain multi-head
+    attention.
     """
 
     num_heads: int
@@ -91,19 +91,19 @@ class GQAConfig:
 class MLAConfig:
     """Multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
-    Keys and values of all heads are made from one latent a token, which is what
-    pages hold; a key's other part, the rotary one, is shared by the heads as it is.
+    Keys and values of all heads are made from one latent a token, and pages hold the latent. A
+    key's other part, the rotary one, is shared by the heads as it is.
     """
 
     num_heads: int
     q_lora_rank: int | None
-    """Queries are made from a latent of this size; None: from the hidden state."""
+    """The size of the latent that queries are made from; None: the hidden state."""
     kv_lora_rank: int
-    """Size of the latent that keys and values are made from."""
+    """The size of the latent that keys and values are made from."""
     qk_nope_head_dim: int
     """Dimensions of a head's query and key that do not rotate."""
     qk_rope_head_dim: int
-    """Those that do."""
+    """Dimensions of a head's query and key that rotate."""
     v_head_dim: int
     """Dimensions of a head's value."""
     scale: float
@@ -111,7 +111,7 @@ class MLAConfig:
     attention_bias: bool
     """Biases on the products into latents, and on the output."""
     rope_interleave: bool
-    """Neighbouring dimensions turn together in the checkpoint, not those half a head apart."""
+    """Whether neighbouring dimensions turn together in the checkpoint, not dim / 2 apart."""
 
     @property
     def rotary_dim(self) -> int:
@@ -135,10 +135,10 @@ class MLAConfig:
 
     @property
     def expanded_heads(self) -> ExpandedHeads | None:
-        """Those of keys and values that are made of latents; None: that never costs less.
+        """The heads of keys and values made of latents; None if to make them never costs less.
 
-        For each head a key and a value are made once by ``rank * (nope + value)`` products, and
-        then seen by each new token, which takes ``2 * rank - nope - value`` products less.
+        For each head a key and a value are made once, by ``rank * (nope + value)`` products. Each
+        new token that sees them then takes ``2 * rank - nope - value`` products less.
         """
         made = self.qk_nope_head_dim + self.v_head_dim
         saved = 2 * self.kv_lora_rank - made
@@ -160,14 +160,14 @@ class MoEConfig:
     moe_intermediate_size: int
     """Inner size of a routed expert."""
     shared_intermediate_size: int
-    """Inner size of the expert that every token goes to."""
+    """Inner size of the shared expert, which every token goes to."""
     n_group: int
-    """Groups of equally many experts; a token goes only to experts of its `topk_group` best."""
+    """The number of equal groups of experts; a token uses only its `topk_group` best groups."""
     topk_group: int
     routed_scaling_factor: float
     """The chosen experts' weights are multiplied by it."""
     norm_topk_prob: bool
-    """Before that they are divided by their sum."""
+    """Before that, the weights are divided by their sum."""
     noaux_tc: bool
     """Experts are chosen as in DeepSeek-V3, by sigmoids plus a bias, not by V2's softmax."""
 
@@ -178,9 +178,9 @@ class LayerConfig:
 
     rope: Rope
     sliding_window: int | None = None
-    """A token sees so many of the last tokens, itself included; None: all of them."""
+    """The number of last tokens that a token sees, itself included; None: it sees all."""
     moe: MoEConfig | None = None
-    """None: one gated product."""
+    """The layer's experts; None: it has one gated product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +198,9 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     max_model_len: int
-    """Tokens of a sequence, prompt and output: `max_position_embeddings`."""
+    """The most tokens of a sequence, prompt and output: `max_position_embeddings`."""
     eos_token_ids: tuple[int, ...]
-    """Ascending; those of generation_config.json where it names any, else of config.json."""
+    """The end-of-sequence tokens, ascending, of generation_config.json or else config.json."""
     post_norms: bool = False
     """The results of attention and feed-forward are normalized too before they are added."""
     add_unit_offset: bool = False
@@ -210,7 +210,10 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     """Logits become ``softcap * tanh(logit / softcap)``."""
     fp8_weights: Fp8Weights | None = field(default=None, repr=False)
-    """How weights are quantized; None: they are not. Hashes of weights tell models apart by it."""
+    """The quantization of weights; None: they are not quantized.
+
+    It is not in the `repr`: hashes of the weights tell such models apart.
+    """
 
     @property
     def pool_windows(self) -> tuple[int | None, ...]:
@@ -219,7 +222,7 @@ class ModelConfig:
 
     @property
     def layer_pools(self) -> tuple[tuple[int, int], ...]:
-        """Of each layer: its pool, an index of `pool_windows`, and its index in that pool."""
+        """The place of each layer: its pool, by `pool_windows`, and its index in that pool."""
         taken: Counter[int] = Counter()
         layer_pools = []
         for layer in self.layers:

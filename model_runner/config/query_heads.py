@@ -10,14 +10,17 @@ class QueryHeads:
     """The query heads of a model's layers, and how scores are made of them."""
 
     num_heads: int
-    """A multiple of the pages' `num_kv_heads`; neighbours share a head of keys and values."""
+    """The query heads, a multiple of the pages' `num_kv_heads`; neighbours share a KV head."""
     value_dim: int
-    """Leading dimensions of a cached head that are summed as its value: all of a value, or the
-    first `kv_lora_rank` of a latent's, the others of which are of the key alone."""
+    """The leading dimensions of a cached head that are summed as its value.
+
+    They are all of a value, or the first `kv_lora_rank` of a latent. A latent's other dimensions
+    belong to the key alone.
+    """
     scale: float
-    """Products of queries and keys are multiplied by it."""
+    """The factor of products of queries and keys."""
     softcap: float | None = None
-    """Then they are brought into ``(-softcap, softcap)``: ``softcap * tanh(score / softcap)``."""
+    """The bound of scores: ``softcap * tanh(score / softcap)``; None: there is no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,8 @@ class ExpandedHeads:
     """The heads of keys and values that are made of latents."""
 
     key_dim: int
-    """Of a head's query and key."""
+    """The dimensions of a head's query and key."""
     value_dim: int
-    """Of its value."""
+    """The dimensions of a head's value."""
     least_new_tokens: int
-    """A sequence that brings fewer costs less with its queries brought to the latents' space."""
+    """The fewest new tokens of a sequence for which that costs less than absorption."""

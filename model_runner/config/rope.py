@@ -1,4 +1,4 @@
-"""How positions turn into angles, and the ways in which that is stretched to longer contexts.
+"""The turning of positions into angles, and the ways to stretch it to longer contexts.
 
 Every formula is the one of `transformers.modeling_rope_utils`, down to the
 order of its float32 operations: a frequency that differs in its last bit turns
@@ -19,7 +19,7 @@ class Rope(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """Cosines and sines are multiplied by it."""
+        """The factor that cosines and sines are multiplied by."""
         ...
 
     def inv_freq(self, head_dim: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class LinearRope:
     attention_factor: float = 1.0
 
     def inv_freq(self, head_dim: int) -> torch.Tensor:
-        """Those of `DefaultRope` divided by `factor`: ``[head_dim / 2]`` float32."""
+        """The frequencies of `DefaultRope` divided by `factor`: ``[head_dim / 2]`` float32."""
         return _default_inv_freq(self.theta, head_dim) / self.factor
 
 
@@ -69,7 +69,7 @@ class Llama3Rope:
     attention_factor: float = 1.0
 
     def inv_freq(self, head_dim: int) -> torch.Tensor:
-        """Those of `DefaultRope`, the slow ones divided by `factor`: ``[head_dim / 2]`` float32."""
+        """The frequencies of `DefaultRope`, slow ones divided: ``[head_dim / 2]`` float32."""
         plain = _default_inv_freq(self.theta, head_dim)
         wavelength = 2 * math.pi / plain
         slow = wavelength > self.original_max_position_embeddings / self.low_freq_factor
@@ -94,7 +94,7 @@ class YarnRope:
     original_max_position_embeddings: int
 
     def inv_freq(self, head_dim: int) -> torch.Tensor:
-        """Those of `DefaultRope`, the slow ones interpolated: ``[head_dim / 2]`` float32."""
+        """The frequencies of `DefaultRope`, slow ones interpolated: ``[head_dim / 2]`` float32."""
         powers = self.theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)
         low, high = self._ramp_bounds(head_dim)
         ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)

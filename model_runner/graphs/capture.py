@@ -12,26 +12,26 @@ class Graph(Protocol):
     """Kernels that were recorded once, with the addresses that they read and write."""
 
     def replay(self) -> None:
-        """Launch them on the current stream."""
+        """Launch the kernels on the current stream."""
         ...
 
 
 Capture = Callable[[Callable[[], object]], Graph]
-"""Records what a function launches. That may run by this, or not."""
+"""A recorder of what a function launches. Recording may run the launched work, or not."""
 
 
 class CudaCapture:
     """The `Capture` of a CUDA device; all its graphs share one pool of memory.
 
-    So a graph's results are overwritten when any other is launched. Other threads' calls of CUDA
-    go on meanwhile: a transfer agent makes some.
+    So a graph's results are overwritten when any other graph is launched. Other threads may call
+    CUDA meanwhile, as a transfer agent does.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], object]) -> Graph:
-        """See `Capture`."""
+        """Record what `work` launches; see `Capture`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()

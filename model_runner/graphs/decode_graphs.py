@@ -1,8 +1,8 @@
 """Steps of decode as CUDA graphs: one for each of some numbers of sequences.
 
-A graph reads and writes the same addresses each time. So a step's arrays are copied to where they
-were when it was captured, padded to the size of the next larger graph; FlashInfer plans outside of
-the graph, into memory that stays as well; then all kernels are launched at once.
+A graph reads and writes the same addresses each time. So a step's arrays are padded to the size of
+the next larger graph, and copied to the addresses that it was captured with. FlashInfer plans
+outside of the graph, also into fixed memory. Then all kernels are launched at once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StaticStep:
-    """The memory of steps of so many sequences."""
+    """The memory of the steps of one graph's size."""
 
     inputs: StepInputs
     attention: Sequence[GraphStep]
-    """For each pool."""
+    """The attention of each pool."""
 
     def fill(self, padded: ForwardBatch) -> None:
-        """Let what is launched next be `padded`. Not to be captured."""
+        """Fill the memory with `padded`, which is launched next. Not to be captured."""
         self.inputs.fill(padded)
         for step, table in zip(self.attention, padded.page_tables, strict=True):
             step.fill(padded, table)
@@ -45,27 +45,27 @@ class StaticStep:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """The graph of steps of so many sequences."""
+    """The graph of the steps of one size."""
 
     step: StaticStep
     graph: Graph
     logits: torch.Tensor
-    """``[size, vocab_size]`` float32, which the graph writes: the first rows of all graphs' own."""
+    """``[size, vocab_size]`` float32, written by the graph: the first rows of all graphs'."""
 
 
 class DecodeGraphs:
-    """Captures and launches the graphs of one model over its pools, on the calling thread.
+    """The graphs of one model over its pools, captured and launched on the calling thread.
 
     Args:
         decoder: the model.
-        backends: of the pools.
+        backends: the pools' backends.
         pools: the last page of each, which belongs to no request, is its dummy page.
-        room: sizes of graphs, and how long sequences may be.
-        logits: ``[largest size, vocab_size]`` float32, which all graphs write: of their own they
-            would keep memory for the sum of all sizes.
-        capture: records one.
-        wait: returns when what was launched is done.
-        record: the event behind what was launched on the current stream.
+        room: the sizes of graphs, and the longest sequence.
+        logits: ``[largest size, vocab_size]`` float32, which all graphs write. With logits of their
+            own they would take memory for the sum of all sizes.
+        capture: records a graph.
+        wait: returns when launched work is done.
+        record: returns an event behind the work that was launched on the current stream.
     """
 
     def __init__(
@@ -89,28 +89,28 @@ class DecodeGraphs:
         self._wait = wait
         self._record = record
         self._filled: DeviceEvent = PASSED
-        """Behind the copies of the latest step's arrays."""
+        """The event behind the copies of the latest step's arrays."""
         self._inputs = StepInputs.zeros(room.sizes.largest, pools[0].data.device)
         self._graphs: dict[int, DecodeGraph] = {}
 
     def capture_all(self) -> None:
-        """Capture the largest first: the others then fit into its memory. Takes seconds."""
+        """Capture all graphs, the largest first: others then fit into its memory. Takes seconds."""
         for size in reversed(self._room.sizes.sizes):
             logger.info("capturing the CUDA graph of %d sequences", size)
             self._graphs[size] = self._capture_one(size)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """The logits of ``batch.logit_rows``; None, and nothing done, if no graph is of such steps.
+        """The logits of ``batch.logit_rows``; None, with nothing done, if no graph fits.
 
-        They are copied from where all graphs write theirs: who reads them may be later than the
-        next forward.
+        They are a copy, as all graphs write to the same memory: they may be read after the next
+        forward.
         """
         size = self._size_for(batch)
         if size is None:
             return None
         chosen = self._graphs[size]
-        # FlashInfer's plans are copied from memory that the next plan is made in. The copies come
-        # behind the step before the latest, whose results are on the host.
+        # FlashInfer copies a plan from memory that the next plan overwrites, so wait for that.
+        # The copies come behind the step before the latest, whose results are on the host already.
         self._filled.wait()
         chosen.step.fill(pad_batch(batch, size, self._dummy_pages))
         self._filled = self._record()

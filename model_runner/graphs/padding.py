@@ -1,4 +1,4 @@
-"""Fills a batch of decode up to the size of a graph, with sequences that belong to no request."""
+"""The padding of a batch of decode to a graph's size, with sequences that belong to no request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 
 
 def is_decode(batch: ForwardBatch) -> bool:
-    """Whether each sequence brings one token, and there is one."""
+    """Whether the batch has sequences, and each brings one token."""
     return len(batch.seq_lens) > 0 and bool((np.diff(batch.query_start) == 1).all())
 
 
@@ -23,10 +23,11 @@ def empty_batch(num_pools: int) -> ForwardBatch:
 
 
 def pad_batch(batch: ForwardBatch, size: int, dummy_pages: Sequence[int]) -> ForwardBatch:
-    """`batch`, of decode, and as many sequences more as there are fewer than `size`.
+    """`batch` (of decode) with further sequences, up to `size` in all.
 
-    Each of these has one token, 0, at position 0. It is written to the dummy page of each pool, and
-    sees nothing else: no page of a request is touched. The logits of all sequences are wanted.
+    Each further sequence has one token, 0, at position 0. It is written to the dummy page of each
+    pool, and sees nothing else: no page of a request is touched. The logits of all sequences are
+    wanted.
     """
     missing = size - len(batch.seq_lens)
     assert missing >= 0

@@ -1,12 +1,12 @@
 """Products whose rows do not depend, to the last bit, on how many rows there are.
 
-A library picks a kernel by a product's shape: one that splits the inner dimension for a
-single row, say, adds in another order than the one for many. So the same token in another
-batch gets other logits (He and others, "Defeating nondeterminism in LLM inference",
-thinkingmachines.ai 2025). On a CPU oneDNN and MKL were found to use one order from some
-small number of rows on; here that number is found by trial, and fewer rows are padded. Some
-products in float32 have no such number: they are computed in blocks of one size. A kernel of
-our own that has one order by design (`kernels/product.py`) needs none of this.
+A library picks a kernel by a product's shape. One that splits the inner dimension for a single row,
+say, adds in another order than the one for many. So the same token in another batch gets other
+logits (He and others, "Defeating nondeterminism in LLM inference", thinkingmachines.ai 2025). On a
+CPU oneDNN and MKL were found to use one order from some small number of rows on. Here that number
+is found by trial, and fewer rows are padded. Some products in float32 have no such number: they are
+computed in blocks of one size. A kernel of our own that has one order by design
+(`kernels/product.py`) needs none of this.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FEWEST_ROWS = (1, 2, 4, 8, 16)
 _BLOCK_SIZES = (16, 32)
 _TRIED_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128)
 _TRIED_BLOCKS = 64
-"""Of each number of rows at most: another order of adding shows in few of bfloat16's results."""
+"""The most blocks of each number of rows: few of bfloat16's results show another order."""
 _SEED = 1
 
 
 RowwiseProduct: TypeAlias = Callable[..., torch.Tensor]
-"""Maps rows ``[T, ...]`` of each argument to rows ``[T, ...]``, each by itself."""
+"""A function of rows ``[T, ...]`` of each argument to rows ``[T, ...]``, each by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One decoder for every supported architecture, put together from what `ModelConfig` says."""
+"""One decoder for every supported architecture, put together by `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What `Decoder.compute` reads of a batch, on the device."""
+    """The part of a batch that `Decoder.compute` reads, on the device."""
 
     input_ids: torch.Tensor
     """``[T]`` int64"""
@@ -39,13 +39,13 @@ class StepInputs:
 
     @classmethod
     def of(cls, batch: ForwardBatch, device: torch.device) -> StepInputs:
-        """Those of `batch`."""
+        """Copy the inputs of `batch` to the device."""
         others = (to_device(array, device) for array in (batch.positions, batch.logit_rows))
         return cls(input_ids_on(batch, device), *others)
 
     @classmethod
     def zeros(cls, count: int, device: torch.device) -> StepInputs:
-        """Memory for `count` tokens, the logits of all of which are wanted."""
+        """Allocate memory for `count` tokens whose logits are all wanted."""
         return cls(*(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3)))
 
     def first(self, count: int) -> StepInputs:
@@ -53,14 +53,14 @@ class StepInputs:
         return StepInputs(self.input_ids[:count], self.positions[:count], self.logit_rows[:count])
 
     def fill(self, batch: ForwardBatch) -> None:
-        """Let this be of `batch`, which has as many tokens, and wants as many logits."""
+        """Fill the memory with `batch`, which has as many tokens, and wants as many logits."""
         fill_input_ids(batch, self.input_ids)
         copy_array(batch.positions, self.positions)
         copy_array(batch.logit_rows, self.logit_rows)
 
 
 class DecoderLayer:
-    """Attention, then feed-forward, each normalized before and added after."""
+    """A layer: attention, then feed-forward, each normalized before and added after."""
 
     def __init__(self, loader: WeightLoader, index: int) -> None:
         config = loader.config
@@ -129,7 +129,7 @@ class Decoder:
         """Run `batch`, writing its keys and values into the pages of the backends' pools.
 
         Args:
-            batch: with a page table for each pool.
+            batch: the input, with a page table for each pool.
             backends: one for each of `ModelConfig.pool_windows`.
 
         Returns:
@@ -142,7 +142,7 @@ class Decoder:
         return self.compute(StepInputs.of(batch, self._device), steps)
 
     def compute(self, inputs: StepInputs, steps: Sequence[StepAttention]) -> torch.Tensor:
-        """`forward` of a batch that is on the device, and planned: nothing comes from the host."""
+        """Compute logits of a planned batch on the device: nothing comes from the host."""
         rotations = {
             rope: self._elementwise.prepare(rotary(inputs.positions))
             for rope, rotary in self._rotaries.items()

@@ -18,26 +18,26 @@ from kvrelay.cpu_kernels.arrays import address
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 
 SHARED_ELEMENTS = 1 << 17
-"""From so many on a second thread saves more than its start costs, while the team is awake."""
+"""The fewest elements for which a second thread of an awake team is worth its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormWeight:
-    """What a norm multiplies by, ``[N]``."""
+    """The weight of a norm, ``[N]``."""
 
     stored: torch.Tensor
-    """As the checkpoint has it, in the model's dtype."""
+    """The weight as the checkpoint has it, in the model's dtype."""
     factor: torch.Tensor
-    """`stored`, or one more in float32: that is applied before rounding."""
+    """The factor: `stored`, or `stored` plus one in float32, which is applied before rounding."""
 
     @classmethod
     def of(cls, stored: torch.Tensor, add_unit_offset: bool) -> NormWeight:
-        """The weight `stored`; with `add_unit_offset` it was stored less one."""
+        """Make a weight of `stored`; with `add_unit_offset` the checkpoint stored it less one."""
         return cls(stored, stored.to(torch.float32) + 1 if add_unit_offset else stored)
 
     @property
     def has_unit_offset(self) -> bool:
-        """Whether it was stored less one."""
+        """Whether the checkpoint stored it less one."""
         return self.factor is not self.stored
 
 
@@ -50,20 +50,20 @@ class HeadNormWeights:
     query_heads: int
     key_heads: int
     factors: torch.Tensor
-    """``[query_heads + key_heads, D]``: a row a head."""
+    """``[query_heads + key_heads, D]``: one row a head."""
 
     @classmethod
     def of(
         cls, query: NormWeight, key: NormWeight, query_heads: int, key_heads: int
     ) -> HeadNormWeights:
-        """So many heads of each."""
+        """Make the weights for `query_heads` and `key_heads` heads."""
         factors = (query.factor.expand(query_heads, -1), key.factor.expand(key_heads, -1))
         return cls(query, key, query_heads, key_heads, torch.cat(factors))
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How a batch's positions turn heads of `D` dimensions; ``i`` turns with ``i + D / 2``."""
+    """The rotation of heads of `D` dimensions by positions; ``i`` turns with ``i + D / 2``."""
 
     cos: torch.Tensor
     """``[T, D / 2]`` float32"""
@@ -80,7 +80,7 @@ class Elementwise(Protocol):
 
     @property
     def adds_in_norms(self) -> bool:
-        """Whether sums are left to the norm that follows them, by `add_rms_norm`."""
+        """Whether sums are left to the norm that follows, which computes them by `add_rms_norm`."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: NormWeight, eps: float) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Elementwise(Protocol):
         ...
 
     def prepare(self, rotation: Rotation) -> Rotation:
-        """What `rotate` takes in all layers of a forward."""
+        """The rotation in the form that `rotate` takes in all layers of a forward."""
         ...
 
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
@@ -124,9 +124,9 @@ def softcap(logits: torch.Tensor, most: float) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension of `x`, in float32 and in the order of transformers.
+    """Normalize the last dimension of `x`, in float32 and in the order of transformers.
 
-    Llama rounds before a weight of its own dtype is applied, Gemma after one in float32.
+    Llama rounds before a weight of its own dtype is applied, Gemma after a weight in float32.
     """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -134,7 +134,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class TorchElementwise:
-    """Any device, any dtype; rounds where transformers rounds."""
+    """The operations in plain torch, in any dtype; they round where transformers rounds."""
 
     adds_in_norms = False
 
@@ -155,7 +155,7 @@ class TorchElementwise:
         normed.copy_(rms_norm(normed, weights.factors, eps))
 
     def prepare(self, rotation: Rotation) -> Rotation:
-        """The same."""
+        """The rotation as it is."""
         return rotation
 
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
@@ -182,12 +182,12 @@ class TorchElementwise:
 
 
 class InvariantElementwise(TorchElementwise):
-    """Any dtype on a CPU; a row's result does not depend on the rows beside it.
+    """The operations on a CPU, in any dtype; a row's result does not depend on the rows beside it.
 
-    torch computes its silu, gelu and sigmoid by vector instructions, and what is left over at the
-    end of a thread's part by scalar ones, whose exponentials differ in the last bit. Where those
-    parts end depends on all rows. Its exp and tanh compute the rest by the same instructions, and
-    sums, products and quotients are exact to the last bit whatever computes them.
+    torch computes silu, gelu and sigmoid by vector instructions, but the rest at the end of a
+    thread's part by scalar ones. Exponentials of the two differ in the last bit, and parts' ends
+    depend on all rows. torch's exp and tanh have no such difference. Sums, products and quotients
+    are exact to the last bit with any instructions.
     """
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -207,9 +207,9 @@ class InvariantElementwise(TorchElementwise):
 
 
 class CpuElementwise(InvariantElementwise):
-    """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end.
+    """The operations in bfloat16 on a CPU: one compiled pass each, in float32, rounded at the end.
 
-    Threads share large ones. Products add to the residual themselves, so sums are not left to
+    Threads share large passes. Products add to the residual themselves, so sums are not left to
     norms.
     """
 

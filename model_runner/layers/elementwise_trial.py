@@ -1,4 +1,4 @@
-"""Tries what a model computes element by element: a row must not depend on the rows beside it.
+"""The trial of a model's element-wise functions: a row must not depend on the rows beside it.
 
 Such functions seem to be safe, but torch computes the end of each thread's part by other
 instructions than the rest, see `InvariantElementwise`. That the functions here do not is found
@@ -27,7 +27,7 @@ from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 
 _TRIED_ROWS = (2, 3, 5, 8, 17, 33, 64)
 _MOST_ELEMENTS = 1 << 21
-"""Of one trial, so that it takes milliseconds."""
+"""The most elements of one trial, so that it takes milliseconds."""
 _SEED = 1
 
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""The choice of the experts that a token goes to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvrelay.model_runner.layers.loader import WeightLoader
 class ExpertRouter:
     """DeepSeek's choice of experts, in float32.
 
-    V2 (arXiv 2405.04434) chooses by the softmax; a group is as good as its best
-    expert. V3 (arXiv 2412.19437) chooses by sigmoids plus a bias that balances
-    the load but does not weigh; a group is as good as its two best.
+    V2 (arXiv 2405.04434) chooses by the softmax; a group is as good as its best expert. V3 (arXiv
+    2412.19437) chooses by sigmoids plus a bias. The bias balances the load, and is no part of the
+    weights. A group is as good as its two best experts.
     """
 
     def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:

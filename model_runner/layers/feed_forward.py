@@ -13,7 +13,7 @@ from kvrelay.model_runner.layers.loader import WeightLoader
 
 
 class FeedForward(Protocol):
-    """What follows a layer's attention."""
+    """The second half of a layer, after its attention."""
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
@@ -57,7 +57,7 @@ class Expert:
         self._down = loader.linear(prefix, {"down_proj": loader.config.hidden_size}, inner)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """``[T, hidden_size]`` to ``[T, hidden_size]``."""
         return self._down(self._gate(x))
 
 

@@ -1,6 +1,7 @@
 """Normalization, rotation and activation by FlashInfer's kernels, on CUDA devices.
 
-Each rounds once, at its end. What a kernel's shapes do not allow is computed in plain torch.
+Each kernel rounds once, at its end. Shapes that a kernel does not allow are computed in plain
+torch.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from kvrelay.model_runner.layers.elementwise import (
 )
 
 ROTATED_DIMS = (64, 128, 256, 512)
-"""Of heads that have a kernel of their own for rotation."""
+"""The dimensions of heads that have their own kernel for rotation."""
 VECTOR_BYTES: Final = 16
-"""That a thread reads at once. A row that is no multiple of it would not be read as one: for the
-second half of a row, which an activation multiplies by, older kernels even read beside it."""
+"""The bytes that a thread reads at once; rows must be multiples of it.
+
+An activation multiplies by the second half of a row. If a row is no multiple, older kernels even
+read beside that half.
+"""
 
 
 class FlashInferElementwise(TorchElementwise):
-    """bfloat16 and float16.
+    """The operations in bfloat16 and float16.
 
     Args:
-        package: flashinfer.
+        package: the flashinfer package.
     """
 
     adds_in_norms = True
@@ -66,7 +70,7 @@ class FlashInferElementwise(TorchElementwise):
         self._norm_heads(heads[:, queries:end], weights.key, eps)
 
     def prepare(self, rotation: Rotation) -> Rotation:
-        """With the table of cosines and sines that kernels read: a row a token."""
+        """The rotation with the table of cosines and sines that kernels read, one row a token."""
         cos, sin = rotation.cos, rotation.sin
         if 2 * cos.shape[1] not in ROTATED_DIMS:
             return rotation
@@ -75,7 +79,7 @@ class FlashInferElementwise(TorchElementwise):
 
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
-        # A kernel takes queries and keys, of each one head at least.
+        # A kernel takes queries and keys, at least one head of each.
         if rotation.table is None or count < 2:
             super().rotate(heads, count, rotation)
             return
@@ -103,11 +107,11 @@ class FlashInferElementwise(TorchElementwise):
         return product
 
     def _norm_heads(self, heads: torch.Tensor, weight: NormWeight, eps: float) -> None:
-        """Of ``heads [T, n, D]``, in place."""
+        """Normalize ``heads [T, n, D]`` in place."""
         if not weight.has_unit_offset:
             self._package.rmsnorm(heads, weight.stored, eps, out=heads)
             return
-        # This one is documented for rows alone.
+        # The kernel is documented for rows alone.
         normed = self._package.gemma_rmsnorm(heads.flatten(0, 1), weight.stored, eps)
         heads.copy_(normed.view(heads.shape))
 

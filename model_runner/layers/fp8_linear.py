@@ -1,7 +1,7 @@
 """Products of FP8 on CUDA devices: inputs are rounded to FP8, too, each row with scales of its own.
 
-A row's result so does not depend on the rows beside it but for what the kernels do. Both
-products are torch's `scaled_mm`; how it wants its scales is said beside each.
+So a row's result does not depend on the rows beside it, unless the kernels make it so. Both
+products are torch's `scaled_mm`; each class says which scales it needs.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kvrelay.model_runner.layers.fp8_weight import FP8, Fp8Weight
 
 FP8_MAX: Final = torch.finfo(FP8).max
 _LEAST_SCALE: Final = 1e-12
-"""Of inputs that are all zeros."""
+"""The scale of inputs that are all zeros."""
 _MULTIPLE: Final = 16
-"""Of a weight's outputs and inputs: cuBLAS and CUTLASS read 16 bytes at a time."""
+"""A weight's outputs and inputs are multiples of it: cuBLAS and CUTLASS read 16 bytes at a time."""
 _ROW_MULTIPLE: Final = 4
-"""Of rows whose blocks have scales: a column of scales begins at a multiple of 16 bytes."""
+"""The padding of rows with scales of blocks: columns of scales begin at 16 bytes."""
 _SCALE_MULTIPLE: Final = 4
-"""Of a weight's blocks along its inputs, for the same reason."""
+"""A weight's blocks along its inputs are padded to it, for the same reason."""
 _ROWWISE_CAPABILITY: Final = (8, 9)
 _BLOCK_CAPABILITY: Final = (9, 0)
 _BLOCK_CUDA: Final = (12, 9)
 
 
 def fp8_products_lack(weight: Fp8Weight, dtype: torch.dtype) -> str | None:
-    """Why the device has no product of `weight` with a result of `dtype`; None if it has one."""
+    """The reason why the device cannot multiply `weight` into `dtype`; None if it can."""
     device = weight.values.device
     if device.type != "cuda":
         return f"{device.type} multiplies no FP8"
@@ -55,7 +55,7 @@ def _device_lacks(blocks: bool, device: torch.device) -> str | None:
 
 
 class RowScaledLinear:
-    """A `Linear` whose outputs have scales; inputs get one a row, or all have the checkpoint's."""
+    """A `Linear` with a scale an output; an input row has its own, or the checkpoint's."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
         assert not weight.blocks
@@ -86,10 +86,10 @@ class RowScaledLinear:
 
 
 class BlockScaledLinear:
-    """A `Linear` whose squares of weights have scales; inputs get one a row and `BLOCK` of them.
+    """A `Linear` with a scale for each square of weights; inputs get one a row and `BLOCK` columns.
 
-    The scales of a column lie together, those of weights and those of inputs. torch has once
-    given wrong sums where their number was no multiple of 4, so there are zeros beside them.
+    The scales of a column lie together, for weights and for inputs. They are padded with zeros to a
+    multiple of 4, as torch once gave wrong sums for other numbers.
     """
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
@@ -100,7 +100,7 @@ class BlockScaledLinear:
         self._weight = _pad_rows(weight.values, missing).t()
         padded = functional.pad(weight.scales, (0, -columns % _SCALE_MULTIPLE))
         self._scales = padded.contiguous().t()
-        """``[in / BLOCK, ceil(out / BLOCK)]``, the former rounded up to a multiple of 4."""
+        """``[in / BLOCK, ceil(out / BLOCK)]``; ``in / BLOCK`` is rounded up to a multiple of 4."""
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[T, N]`` in FP8 and ``[T, 1]`` float32 scales.
 
-    With a `scale` that is all rows'; what is too large for it becomes the largest number.
+    A given `scale` is that of all rows; a number that is too large for it becomes FP8's largest.
     """
     wide = x.to(torch.float32)
     if scale is None:
@@ -140,18 +140,18 @@ def quantize_rows(
 
 
 def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[T, N]`` in FP8 and ``[T, N / BLOCK]`` float32 scales, of which those of a column abut."""
+    """``[T, N]`` in FP8 and ``[T, N / BLOCK]`` float32 scales; scales of a column are adjacent."""
     wide = x.to(torch.float32).view(len(x), -1, BLOCK)
     scales = _scales_for(wide)
     return (wide / scales).to(FP8).view(x.shape), scales[..., 0].t().contiguous().t()
 
 
 def _scales_for(wide: torch.Tensor) -> torch.Tensor:
-    """Those that make the largest of the last dimension FP8's largest."""
+    """The scales with which the largest number of the last dimension becomes FP8's largest."""
     return wide.abs().amax(-1, keepdim=True).clamp(min=_LEAST_SCALE) / FP8_MAX
 
 
 def _pad_rows(values: torch.Tensor, count: int) -> torch.Tensor:
-    """`values` of FP8 with so many rows of zeros below."""
+    """`values` in FP8 with `count` rows of zeros below."""
     # Not every device pads float8.
     return functional.pad(values.view(torch.uint8), (0, 0, 0, count)).view(FP8)

@@ -1,4 +1,4 @@
-"""Takes the weights of a checkpoint that are stored in FP8, with their scales."""
+"""The reader of a checkpoint's weights that are stored in FP8, with their scales."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvrelay.model_runner.layers.fp8_weight import FP8, Fp8Weight
 
 
 class Fp8Reader:
-    """Takes weights by the names of their products; raises what `Checkpoint` raises.
+    """A reader of weights by the names of their products; it raises what `Checkpoint` raises.
 
     Args:
-        checkpoint: the model's.
-        scheme: how it is quantized.
+        checkpoint: the model's checkpoint.
+        scheme: the checkpoint's quantization.
     """
 
     def __init__(self, checkpoint: Checkpoint, scheme: Fp8Weights) -> None:
@@ -25,17 +25,17 @@ class Fp8Reader:
         self._blocks = scheme.scales is ScaleShape.BLOCK
 
     def has(self, name: str) -> bool:
-        """Whether the product `name` is quantized: one that is not has no scales."""
+        """Whether the product `name` is quantized: if it is not, it has no scales."""
         return self._scale_name(name) in self._checkpoint
 
     def stacks(self, names: Mapping[str, int]) -> bool:
-        """Whether the weights of these products, of so many outputs each, can be one in FP8."""
+        """Whether the weights of these products (with their outputs) can be one weight in FP8."""
         *upper, _ = names.values()
         aligned = not self._blocks or all(outputs % BLOCK == 0 for outputs in upper)
         return aligned and all(map(self.has, names))
 
     def take(self, names: Mapping[str, int], inputs: int) -> Fp8Weight:
-        """The weights of these products, one below the other."""
+        """Take the weights of these products, one below the other."""
         scales = [self._take_scales(name, outputs, inputs) for name, outputs in names.items()]
         parts = {f"{name}.weight": outputs for name, outputs in names.items()}
         return Fp8Weight(
@@ -46,7 +46,7 @@ class Fp8Reader:
         )
 
     def _take_scales(self, name: str, outputs: int, inputs: int) -> torch.Tensor:
-        """As `Fp8Weight.scales`."""
+        """Take the scales of one product, in the shape of `Fp8Weight.scales`."""
         match self._scheme.scales:
             case ScaleShape.TENSOR:
                 return self._checkpoint.take_scales(self._scale_name(name), (1, 1)).expand(
@@ -59,11 +59,15 @@ class Fp8Reader:
         return self._checkpoint.take_scales(self._scale_name(name), shape)
 
     def _take_input_scale(self, names: Mapping[str, int]) -> torch.Tensor:
-        """``[]``: of products that share their inputs the largest, so that all numbers fit."""
+        """``[]``: the largest input scale of products that share inputs, so that all fit."""
         scales = [self._checkpoint.take_scales(f"{name}.input_scale", ()) for name in names]
         return torch.stack(scales).max()
 
     def _scale_name(self, name: str) -> str:
-        """DeepSeek's name says that weights were divided by it; so they were by all others'."""
+        """The name of the scales; DeepSeek's (``_inv``) and all others' have the same meaning.
+
+        DeepSeek's name says that weights were divided by the scale, and so they were in all
+        checkpoints.
+        """
         inverse = f"{name}.weight_scale_inv"
         return inverse if inverse in self._checkpoint else f"{name}.weight_scale"

@@ -22,12 +22,12 @@ class Fp8Weight:
     scales: torch.Tensor
     """float32: ``[out, 1]``, or ``[ceil(out / BLOCK), ceil(in / BLOCK)]`` with `blocks`."""
     blocks: bool
-    """Whether squares of `BLOCK` have scales, not outputs."""
+    """Whether squares of `BLOCK` have scales; else outputs have."""
     input_scale: torch.Tensor | None = None
-    """``[]`` float32: what inputs are divided by; None: it is found with each input."""
+    """``[]`` float32: the scale that inputs are divided by; None: it is found with each input."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """``[out, in]``, each weight rounded once."""
+        """The weight ``[out, in]`` in `dtype`, each number rounded once."""
         weight = self.values.new_empty(self.values.shape, dtype=dtype)
         # Some rows at a time: all weights in float32 would take four times their memory.
         for start in range(0, len(weight), BLOCK):
@@ -36,17 +36,17 @@ class Fp8Weight:
         return weight
 
     def _scales_of(self, rows: slice) -> torch.Tensor:
-        """Of a block's rows: ``[rows, 1]`` or ``[in]``."""
+        """The scales of a block's rows: ``[rows, 1]`` or ``[in]``."""
         if not self.blocks:
             return self.scales[rows]
         return self.scales[rows.start // BLOCK].repeat_interleave(BLOCK)[: self.values.shape[1]]
 
     def keeps_scales(self, order: Int64Array) -> bool:
-        """Whether each output ``order[i]`` can be output ``i``: in its block."""
+        """Whether output ``order[i]`` can become output ``i`` for all: each stays in its block."""
         return not self.blocks or np.array_equal(order // BLOCK, np.arange(len(order)) // BLOCK)
 
     def reorder(self, order: Int64Array) -> Fp8Weight:
-        """Output ``i`` of the result is ``order[i]``; only if that keeps the scales."""
+        """Reorder outputs: output ``i`` of the result is ``order[i]``. `keeps_scales` must hold."""
         assert self.keeps_scales(order)
         rows = torch.from_numpy(order).to(self.values.device)
         # Not every device can index float8.

@@ -1,4 +1,4 @@
-"""What a model's layers have made of tokens so far."""
+"""The hidden states of tokens between a model's layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 class Hidden:
     """A sum, ``[T, hidden_size]``, whose last addend may be left to the norm that follows.
 
-    There kernels of GPUs add and normalize at once: `Elementwise.adds_in_norms`.
+    Kernels of GPUs add and normalize at once: `Elementwise.adds_in_norms`.
     """
 
     residual: torch.Tensor
     addend: torch.Tensor | None = None
 
     def take(self, rows: torch.Tensor) -> Hidden:
-        """Some of the tokens."""
+        """The hidden states of some of the tokens."""
         addend = None if self.addend is None else self.addend[rows]
         return Hidden(self.residual[rows], addend)

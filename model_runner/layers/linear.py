@@ -69,12 +69,11 @@ class PanelLinear:
     For processors that multiply pairs or tiles of it. Those with AVX2 and without AVX512 multiply
     float32: torch's products of bfloat16 are nine times slower there than its products of float32.
 
-    Faster than `PackedLinear` for steps of few rows, since weights come from memory while others
-    are multiplied; for prompts about as fast, with pairs up to 10% slower with more than 2,000
-    inputs, with tiles up to 20% slower on one thread.
-    A row's result depends neither on the rows beside it nor on the number of threads. While the
-    last weights are multiplied, those that `memory` gives next are asked for: make products in
-    the order in which they run.
+    It is faster than `PackedLinear` for steps of few rows, since weights come from memory while
+    others are multiplied. For prompts it is about as fast: pairs are up to 10% slower with more
+    than 2,000 inputs, tiles up to 20% on one thread. A row's result depends neither on the rows
+    beside it nor on the number of threads. While the last weights are multiplied, those that
+    `memory` gives next are asked for: make products in the order in which they run.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class InvariantLinear:
 
 
 class LinearFactory:
-    """Makes the products of one model, in the layout that is fastest on its device.
+    """The factory of one model's products, in the layout that is fastest on its device.
 
     Args:
         batch_invariant: a row's result must not depend on the rows beside it. A product that
@@ -266,7 +265,7 @@ class LinearFactory:
     def make_fp8(self, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """The product with a `weight` in FP8, for inputs of `dtype`.
 
-        Where the device has no such product the weight is dequantized: on a GPU that takes twice
+        Where the device has no such product, the weight is dequantized. On a GPU that takes twice
         the memory, and a line in the log says why, once.
         """
         lack = fp8_products_lack(weight, dtype)

@@ -1,4 +1,4 @@
-"""Makes the pieces of a decoder from a checkpoint's tensors."""
+"""The loader that makes the parts of a decoder from a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DeferringOutputProjection:
 
     Args:
         linear: the product.
-        norm: of the product, where the model has one.
+        norm: the norm of the product, if the model has one.
     """
 
     def __init__(self, linear: Linear, norm: Norm | None) -> None:
@@ -67,7 +67,7 @@ class NormedOutputProjection:
 
 
 class WeightLoader:
-    """Takes tensors by name; every method raises `CheckpointError` as `Checkpoint.take` does."""
+    """A loader of tensors by name; methods raise `CheckpointError` as `Checkpoint.take` does."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class WeightLoader:
         return Norm(self.elementwise, self.norm_weight(name, size), eps)
 
     def norm_weight(self, name: str, size: int) -> NormWeight:
-        """``[size]``"""
+        """The weight ``[size]`` of the norm `name`."""
         stored = self.checkpoint.take(f"{name}.weight", (size,))
         return NormWeight.of(stored, self.config.add_unit_offset)
 
@@ -101,7 +101,7 @@ class WeightLoader:
         has_bias: bool = False,
         order: Int64Array | None = None,
     ) -> Linear:
-        """One product for several of the checkpoint's: `parts` maps their names to output sizes.
+        """One product for several of the checkpoint: `parts` maps their names to output sizes.
 
         With an `order`, output ``i`` is the checkpoint's ``order[i]``.
         """
@@ -124,7 +124,7 @@ class WeightLoader:
     def output(
         self, prefix: str, name: str, inputs: int, has_bias: bool, norm: str
     ) -> OutputProjection:
-        """The product `name`, followed by the `norm` where the model has norms there."""
+        """The product `name`, followed by the `norm` if the model has norms there."""
         hidden_size = self.config.hidden_size
         linear = self.linear(prefix, {name: hidden_size}, inputs, has_bias)
         after = self.norm(norm, hidden_size) if self.config.post_norms else None

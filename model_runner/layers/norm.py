@@ -21,7 +21,7 @@ class Norm:
         return self._elementwise.rms_norm(x, self._weight, self._eps)
 
     def add(self, hidden: Hidden) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, N]`` of `hidden`, normalized, and as it is; `hidden` may not be used any more."""
+        """The norm of `hidden`, ``[T, N]``, and its sum; do not use `hidden` afterwards."""
         if hidden.addend is None:
             return self(hidden.residual), hidden.residual
         weight, eps = self._weight, self._eps
@@ -29,7 +29,7 @@ class Norm:
 
 
 class HeadNorm:
-    """The same for each head of queries and keys."""
+    """Root mean square normalization for each head of queries and keys."""
 
     def __init__(self, elementwise: Elementwise, weights: HeadNormWeights, eps: float) -> None:
         self._elementwise = elementwise
@@ -37,5 +37,5 @@ class HeadNorm:
         self._eps = eps
 
     def __call__(self, heads: torch.Tensor) -> None:
-        """Normalize those of ``heads [T, heads, D]`` in place; others follow them."""
+        """Normalize query and key heads of ``heads [T, heads, D]`` in place; others follow."""
         self._elementwise.rms_norm_heads(heads, self._weights, self._eps)

@@ -1,4 +1,4 @@
-"""Positions of a batch turned into the cosines and sines that rotate its heads."""
+"""The cosines and sines of a batch's positions, which rotate its heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RotaryEmbedding:
         self._attention_factor = rope.attention_factor
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """``[T]`` positions to their cosines and sines."""
+        """Turn ``[T]`` positions into their cosines and sines."""
         angles = positions[:, None].to(torch.float32) * self._inv_freq
         cos, sin = (one * self._attention_factor for one in (angles.cos(), angles.sin()))
         return Rotation(cos, sin)

@@ -19,7 +19,7 @@ from kvrelay.model_runner.layers.loader import WeightLoader
 from kvrelay.model_runner.layers.norm import HeadNorm
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever the model's other norms have."""
+"""The epsilon of the norms of latents, whatever the model's other norms have."""
 
 
 class SelfAttention(Protocol):
@@ -35,7 +35,7 @@ class SelfAttention(Protocol):
     ) -> Hidden:
         """``residual`` and the attention of `x`, all ``[T, hidden_size]``.
 
-        Writes `layer` of the pool that `attention` is about.
+        It writes keys and values to `layer` of the pool of `attention`.
         """
         ...
 
@@ -60,7 +60,7 @@ class GroupedQueryAttention:
         attention: StepAttention,
         rotation: Rotation,
     ) -> Hidden:
-        """Write `layer` of the pool; ``residual`` and the attention of `x`."""
+        """Write `layer` of the pool; return ``residual`` and the attention of `x`."""
         rows = self._qkv(x).view(len(x), -1, self._heads.head_dim)
         turning = self._heads.num_heads + self._heads.num_kv_heads
         if self._head_norm is not None:
@@ -78,26 +78,26 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentTokens:
-    """What a layer has made of tokens before they attend."""
+    """The results of a layer's first products for tokens, before they attend."""
 
     unrotated: torch.Tensor
-    """``[T, num_heads, qk_nope_head_dim]`` of queries."""
+    """``[T, num_heads, qk_nope_head_dim]``: the part of queries that does not rotate."""
     turned: torch.Tensor
-    """``[T, num_heads + 1, qk_rope_head_dim]``: the rest of queries, then of the shared key."""
+    """``[T, num_heads + 1, qk_rope_head_dim]``: rotated, of queries and of the shared key."""
     latent: torch.Tensor
     """``[T, kv_lora_rank]``"""
 
     def take(self, rows: torch.Tensor) -> LatentTokens:
-        """Some of the tokens."""
+        """The results for some of the tokens."""
         return LatentTokens(self.unrotated[rows], self.turned[rows], self.latent[rows])
 
 
 class MultiHeadLatentAttention:
     """MLA: a token's keys and values stay compressed in one latent.
 
-    Instead of expanding every cached latent (which `SplitLatents` does for long chunks), queries
-    are brought to its space and sums of latents back to values: "absorption", DeepSeek-V2 (arXiv
-    2405.04434), section 2.1.2. With ``key = w_uk @ latent``::
+    Queries are brought to the latents' space, and sums of latents back to values, instead of
+    expanding every cached latent. This is "absorption", DeepSeek-V2 (arXiv 2405.04434), section
+    2.1.2; `SplitLatents` expands for long chunks. With ``key = w_uk @ latent``::
 
         query . (w_uk @ latent)  =  (w_uk^T @ query) . latent
 
@@ -148,7 +148,7 @@ class MultiHeadLatentAttention:
         attention: StepAttention,
         rotation: Rotation,
     ) -> Hidden:
-        """Write `layer` of the pool; ``residual`` and the attention of `x`."""
+        """Write `layer` of the pool; return ``residual`` and the attention of `x`."""
         unrotated, rotary = torch.split(self._make_queries(x), self._query_parts, dim=2)
         latent, shared_key = torch.split(self._kv_a_proj(x), self._cached_parts, dim=1)
         latent = self._kv_a_norm(latent.contiguous())
@@ -177,7 +177,7 @@ class MultiHeadLatentAttention:
     def _attend_split(
         self, tokens: LatentTokens, layer: int, attention: SplitLatents
     ) -> torch.Tensor:
-        """The same; of some sequences over keys and values that are made of latents."""
+        """``[T, num_heads, v_head_dim]``; some sequences by keys and values of latents."""
         heads, count = self._heads, len(tokens.latent)
         values = tokens.latent.new_empty(count, heads.num_heads, heads.v_head_dim)
         rows = attention.expanded_rows
@@ -218,8 +218,8 @@ class MultiHeadLatentAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`W_UK` and `W_UV` of the paper.
 
-        ``[num_heads, qk_nope_head_dim, kv_lora_rank]`` makes keys of latents,
-        ``[num_heads, kv_lora_rank, v_head_dim]`` values.
+        `W_UK`, ``[num_heads, qk_nope_head_dim, kv_lora_rank]``, makes keys of latents. `W_UV`,
+        ``[num_heads, kv_lora_rank, v_head_dim]``, makes values of them.
         """
         heads = self._heads
         parts = [heads.qk_nope_head_dim, heads.v_head_dim]
@@ -240,8 +240,8 @@ def make_self_attention(loader: WeightLoader, prefix: str, norm: str) -> SelfAtt
 def _rotary_halves_order(heads: MLAConfig, dim: int, count: int) -> Int64Array | None:
     """The order of `count` heads of `dim` outputs, as `WeightLoader.linear` takes it.
 
-    A head's last dimensions rotate; they are put so that halves turn with each
-    other, as in `Elementwise.rotate`. Products of queries and keys stay the same.
+    A head's last dimensions rotate. They are ordered so that halves turn with each other, as in
+    `Elementwise.rotate`. Products of queries and keys stay the same.
     """
     if not heads.rope_interleave:
         return None

@@ -1,7 +1,7 @@
 """The sampler on a CUDA device: only chosen tokens, and log-probabilities asked for, leave it.
 
-The tokens are those of `sampler`, whose order of steps and whose noise this has; beside rounding
-at the edge of top-p or min-p, see `kernels.sampling_triton`.
+The tokens are the same as in `sampler`: the order of steps and the noise are the same. Rounding may
+differ at the edge of top-p or min-p, see `kernels.sampling_triton`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def samples_on(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Draws:
-    """What was sampled, on the device: `read` waits for it."""
+    """Sampled tokens on the device; `read` waits for them."""
 
     ids: torch.Tensor
     """``[S]`` int64."""
     largest: torch.Tensor
-    """``[S]`` float32 of the edited logits."""
+    """``[S]`` float32: the largest of each row's edited logits."""
     counts: Sequence[int | None]
-    """Of each row, how many of its likeliest tokens were asked for."""
+    """The number of likeliest tokens that each row asks for; None: no log-probabilities."""
     scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """Totals, tokens and logits of `score_rows`, of the rows whose count is not None."""
+    """The totals, tokens and logits of `score_rows`, for the rows whose count is not None."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Draws:
-        """The same elsewhere: `move` copies each tensor there, or begins to."""
+        """A copy elsewhere: `move` copies each tensor there, or begins to."""
         scores = None
         if self.scores is not None:
             totals, tops, values = map(move, self.scores)
@@ -52,7 +52,7 @@ class Draws:
         return replace(self, ids=move(self.ids), largest=move(self.largest), scores=scores)
 
     def read(self) -> list[Sampled]:
-        """Each row's token, or why it has none."""
+        """Return each row's token, or the error that says why it has none."""
         ids, largest = self.ids.cpu().tolist(), self.largest.cpu().tolist()
         scored = iter(_read_scores(self.scores, self.counts))
         outcomes: list[Sampled] = []
@@ -69,13 +69,13 @@ def launch(
     logprobs: bool = True,
     counts: torch.Tensor | None = None,
 ) -> Draws:
-    """Sample each row of ``logits [S, V]`` float32 on its device; they are not changed.
+    """Sample each row of ``logits [S, V]`` float32 on its device, without changing them.
 
     Args:
-        logits: at least one row.
-        rows: what each of them depends on beside its logits.
-        logprobs: report log-probabilities of those that ask for them.
-        counts: `TokenCounts.entries`, of the rows that have a `counted_row`.
+        logits: the logits, at least one row.
+        rows: the other inputs of each row's choice.
+        logprobs: report log-probabilities of the rows that ask for them.
+        counts: `TokenCounts.entries`, for the rows that have a `counted_row`.
     """
     assert len(rows) == len(logits) > 0
     kernels, device = _kernels(), logits.device
@@ -96,18 +96,18 @@ def launch(
 def sample_on_device(
     logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = True
 ) -> list[Sampled]:
-    """`launch`, and what came of it; empty for no rows."""
+    """Launch the sampling and return its outcome; empty for no rows."""
     return launch(logits, rows, logprobs=logprobs).read() if rows else []
 
 
 def warm_up(device: torch.device, vocab: int) -> None:
-    """Compile what a first draw on `device` would have to. May take many seconds."""
+    """Compile what a first draw on `device` needs. May take many seconds."""
     if samples_on(device):
         run_largest(torch.zeros(1, vocab, device=device))
 
 
 def run_largest(logits: torch.Tensor) -> None:
-    """Draw from each row in the way that takes the most memory. Waits until it is drawn."""
+    """Draw from each row in the way that takes the most memory, and wait."""
     params = SamplingParams(
         top_k=2, top_p=0.5, presence_penalty=1.0, logprobs=1, logit_bias={0: 1.0}
     )
@@ -123,7 +123,7 @@ def _has_triton() -> bool:
 
 
 def _kernels() -> ModuleType:
-    """Where there is a CUDA device there is triton; elsewhere it is not imported."""
+    """The module of kernels. A CUDA device comes with triton; elsewhere it is not imported."""
     from kvrelay.model_runner.sampling import sampling_triton
 
     return sampling_triton
@@ -165,9 +165,9 @@ def _ints(rows: Sequence[SamplingRow], mask_of: Sequence[int]) -> npt.NDArray[np
 def _stack_masks(
     rows: Sequence[SamplingRow], vocab: int
 ) -> tuple[npt.NDArray[np.int32], list[int]]:
-    """``[M, words]`` of the rows with a grammar, and each row's place there or -1.
+    """The masks ``[M, words]`` of the rows with a grammar, and each row's index there or -1.
 
-    There is one at least: kernels are compiled for its stride.
+    There is at least one mask: kernels are compiled for its stride.
     """
     masks: list[npt.NDArray[np.int32]] = []
     places: list[int] = []
@@ -186,9 +186,9 @@ def _edit(
     floats: torch.Tensor,
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Bias, penalties and bans applied to a copy; `logits` themselves if there are none.
+    """A copy with bias, penalties and bans applied; `logits` themselves if there are none.
 
-    Penalties of counted tokens come behind the bans: what is banned is -inf before and after them.
+    Penalties of counted tokens come after the bans: a banned logit stays -inf.
     """
     found = [(index, *edit) for index, row in enumerate(rows) for edit in _edits_of(row)]
     counted = [
@@ -210,9 +210,9 @@ def _edit(
 
 
 def _edits_of(row: SamplingRow) -> list[tuple[int, float, int, int, int]]:
-    """Of each token that `row` edits: itself, bias, whether it is repeated, times, banned.
+    """The edits of `row`: token, bias, is repeated or not, times in the output, is banned or not.
 
-    Penalties of tokens that the device has counted are none of these.
+    Penalties of tokens that the device has counted are not among them.
     """
     params = row.params
     repeated: set[int] = set()
@@ -239,7 +239,7 @@ def _edits_of(row: SamplingRow) -> list[tuple[int, float, int, int, int]]:
 def _score(
     logits: torch.Tensor, ids: torch.Tensor, counts: Sequence[int | None]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """What the log-probabilities of the rows that ask for them are made of."""
+    """The totals, tokens and logits for the log-probabilities that rows ask for."""
     vocab = logits.shape[1]
     wanted = [(row, min(count, vocab)) for row, count in enumerate(counts) if count is not None]
     if not wanted:

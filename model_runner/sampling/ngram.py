@@ -1,10 +1,9 @@
 """Drafts from the sequence itself: the tokens that followed its last n-gram before.
 
-Prompt look-up decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding):
-answers about a text, edits of code and tables repeat much of what is there.
-vLLM's n-gram proposer takes the earliest occurrence of the longest n-gram, for
-that has most tokens after it; here it is the latest, for what was repeated last
-is likelier to be repeated now, and a match near the end goes on periodically.
+Answers about a text, edits of code and tables repeat much of their prompt. This is prompt look-up
+decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). vLLM's n-gram proposer takes
+the earliest occurrence of the longest n-gram, as most tokens follow it. Here it is the latest: what
+was repeated last is likelier to be repeated now. A match near the end is continued periodically.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Sequence
 
 
 class NgramIndex:
-    """One sequence's tokens, and where each n-gram in them was last followed by something.
+    """One sequence's tokens, and the latest place of each n-gram that other tokens follow.
 
     4,096 tokens and three lengths of n-grams take about 1.4 MB.
 
     Args:
-        min_ngram: at least so many tokens must match (vLLM: `prompt_lookup_min`).
-        max_ngram: more than so many are not compared (vLLM: `prompt_lookup_max`).
+        min_ngram: the fewest tokens that must match (vLLM: `prompt_lookup_min`).
+        max_ngram: the most tokens that are compared (vLLM: `prompt_lookup_max`).
 
     Raises:
         ValueError: a bound is out of range; the message begins with its name.
@@ -33,14 +32,14 @@ class NgramIndex:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._token_ids: list[int] = []
-        # Of all lengths together. The sequence's last n-grams are not in it: nothing follows them.
+        # For all lengths together, without the sequence's last n-grams: nothing follows them.
         self._followers: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens; a few of them in time proportional to them, whatever was there."""
+        """Append tokens, in time proportional to their number, however long the sequence is."""
         before, known = len(self._token_ids), self._token_ids
         known += token_ids
         for length in range(self._min_ngram, self._max_ngram + 1):
@@ -48,11 +47,11 @@ class NgramIndex:
                 self._followers[tuple(known[end - length : end])] = end
 
     def propose(self, count: int) -> list[int]:
-        """`count` tokens that may come next, or none.
+        """Return `count` tokens that may come next, or none.
 
-        They are what followed the latest earlier occurrence of the longest
-        n-gram that the sequence ends with; where that runs into the sequence's
-        end it goes on with the proposal itself.
+        The sequence ends with an n-gram; the proposal is what followed its latest earlier
+        occurrence. The longest such n-gram is taken. A proposal that reaches the sequence's end
+        goes on with its own tokens.
         """
         if count < 1:
             return []

@@ -14,20 +14,19 @@ from kvrelay.wire.output import SampledToken, TokenLogprob
 Float64Array = npt.NDArray[np.float64]
 
 _BLOCK = 4
-"""Rows normalized at once: what is kept between the passes over them fits into a cache."""
+"""The rows that are normalized at once: they fit into a cache between the passes over them."""
 
 
 def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], count: int) -> list[SampledToken]:
-    """How likely the model found each token that follows a prompt's position.
+    """The log-probability of each token that follows a prompt's position.
 
-    The numbers are those that the sampler reports of its own tokens: of the
-    model's distribution, before any editing. A row that is not finite has
-    log-probabilities that are NaN.
+    They are in the model's distribution before any editing, as the sampler reports them for its own
+    tokens. A row that is not finite has log-probabilities that are NaN.
 
     Args:
         logits: ``[S, vocab_size]`` float32 of consecutive positions, on any device; not changed.
         next_ids: `S` tokens, each the one after its row's position.
-        count: how many of the likeliest tokens to report beside each; at least 0.
+        count: the number of likeliest tokens to report beside each; at least 0.
     """
     assert logits.ndim == 2
     assert len(logits) == len(next_ids)

@@ -1,8 +1,8 @@
-"""From logits to tokens, each a pure function of its own row, seed, choice and position.
+"""The sampling of tokens from logits, each a pure function of its row, seed, choice and position.
 
-Nothing of a row's result depends on the rows beside it or on any state, so a
-stream that is resumed elsewhere goes on with the same tokens. The order of
-steps: bias, penalties, bans, grammar, temperature, top-k, top-p, min-p, noise.
+A row's result depends neither on the rows beside it nor on any state. So a stream that is resumed
+elsewhere goes on with the same tokens. The order of steps: bias, penalties, bans, grammar,
+temperature, top-k, top-p, min-p, noise.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from kvrelay.wire.submit import SamplingParams
 Float32Array = npt.NDArray[np.float32]
 IdArray = npt.NDArray[np.int64]
 TokenMasks = npt.NDArray[np.int32]
-"""``[masks, words]``: each has a bit for each token, from the lowest of the first word on."""
+"""``[masks, words]``: each mask has a bit for each token, from the lowest of the first word on."""
 
 
 @dataclass(slots=True)  # not frozen: that would cost a microsecond more, for each token
 class SamplingRow:
-    """Everything that the choice of one token depends on beside its logits."""
+    """All inputs of one token's choice beside its logits."""
 
     params: SamplingParams
     position: int
-    """Absolute position of the token being sampled."""
+    """The absolute position of the token that is sampled."""
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
-    """The output so far; may be left empty where `params.edits_logits` is false, and is where
-    there is a `counted_row`."""
+    """The output so far; it may be empty without `params.edits_logits`, or with a `counted_row`."""
     banned_ids: Sequence[int] = ()
-    """Not to be sampled, such as ends of sequence before `min_tokens`."""
+    """Tokens that must not be sampled, such as ends of sequence before `min_tokens`."""
     banned_for: int = 1
-    """How many tokens from this one on `banned_ids` counts for; 0: it does not."""
+    """The number of tokens from this one on that `banned_ids` holds for; 0: it does not hold."""
     choice: int = 0
-    """Which of a request's completions this is: each has draws of its own. At least 0."""
+    """The number of the request's completion, at least 0: each has its own draws."""
     allowed: TokenMasks | None = None
-    """What a grammar lets come next, and after each draft; None: there is no grammar."""
+    """The tokens that a grammar allows next, and after each draft; None: there is no grammar."""
     counted_row: int | None = None
-    """Where a device has counted prompt and output, for penalties; None: they are above."""
+    """The row where a device has counted prompt and output, for penalties; None: they are above."""
 
     @property
     def edits_logits(self) -> bool:
@@ -58,11 +57,11 @@ class SamplingRow:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the largest logit is chosen, wherever it is and whatever came before."""
+        """Whether the largest logit is chosen, independent of position and earlier tokens."""
         return self.params.is_greedy and not self.edits_logits
 
     def after(self, token_ids: Sequence[int]) -> SamplingRow:
-        """The row of the token that follows this one's, were it and those after it `token_ids`."""
+        """The row of the token after `token_ids`, if these are sampled from this row on."""
         count = len(token_ids)
         outputs = (*self.output_ids, *token_ids) if self.params.edits_logits else self.output_ids
         return replace(
@@ -79,9 +78,9 @@ Sampled: TypeAlias = SampledToken | NonFiniteLogitsError
 
 
 def argmax_rows(raw: Float32Array, rows: Iterable[SamplingRow]) -> Sequence[int | None]:
-    """The largest of each row of ``[S, V]`` logits, at once, if none of `rows` edits its logits.
+    """The index of the largest of each row of ``[S, V]`` logits, if no row edits its logits.
 
-    Otherwise `None` for each: it must be looked for row by row, after the edits.
+    Otherwise `None` for each row: it must be found row by row, after the edits.
     """
     if any(row.edits_logits for row in rows):
         return [None] * len(raw)
@@ -90,12 +89,12 @@ def argmax_rows(raw: Float32Array, rows: Iterable[SamplingRow]) -> Sequence[int 
 
 
 def sample_row(raw: Float32Array, row: SamplingRow, likeliest: int | None = None) -> Sampled:
-    """Choose a token by one row of ``[V]`` logits, or say why none can be.
+    """Choose a token by one row of ``[V]`` logits, or return the error that says why none can be.
 
     Args:
-        raw: not changed.
-        row: everything else that the choice depends on.
-        likeliest: the first of the largest of the edited logits, where it is known.
+        raw: the logits, which are not changed.
+        row: the other inputs of the choice.
+        likeliest: the index of the largest edited logit (the first of equal ones), if it is known.
     """
     token_id = sample_token_id(raw, row, likeliest)
     if isinstance(token_id, NonFiniteLogitsError):
@@ -106,10 +105,10 @@ def sample_row(raw: Float32Array, row: SamplingRow, likeliest: int | None = None
 def sample_token_id(
     raw: Float32Array, row: SamplingRow, likeliest: int | None = None
 ) -> int | NonFiniteLogitsError:
-    """The token of `sample_row` without its log-probability; arguments as there."""
+    """The token of `sample_row` without its log-probability; the arguments are the same."""
     edited = edit_logits(raw, row) if row.edits_logits else raw
     if likeliest is None:
-        # Prefers a NaN, so none is missed.
+        # argmax prefers a NaN, so none is missed.
         likeliest = int(edited.argmax())
     largest = edited[likeliest]
     if not math.isfinite(largest):
@@ -121,7 +120,7 @@ def sample_token_id(
 
 
 def refusal(largest: float) -> NonFiniteLogitsError:
-    """Why no token can be sampled from edited logits the largest of which is not finite."""
+    """The error for edited logits whose largest is not finite."""
     if largest == -np.inf:
         return NonFiniteLogitsError("no token can be sampled: every one is banned or impossible")
     return NonFiniteLogitsError(f"the model's logits are not finite: {largest}")
@@ -157,14 +156,14 @@ def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:
 def sample_gumbel(logits: Float32Array, largest: np.float32, row: SamplingRow) -> int:
     """The token with the largest sum of ``logit / temperature`` and its noise (`kernels.gumbel`).
 
-    A token's noise depends on seed, choice, position and its id alone, so a rounding error
-    of the logits, as from another batch, changes the result only where two tokens nearly tie,
-    or at the edge of top-k, top-p or min-p, which are applied before.
+    A token's noise depends on seed, choice, position and its id alone. So a rounding error of the
+    logits, as from another batch, matters only where two tokens nearly tie. It also matters at the
+    edge of top-k, top-p or min-p, which are applied before.
 
     Args:
-        logits: ``[V]``, edited already.
-        largest: of `logits`.
-        row: everything else that the choice depends on.
+        logits: ``[V]``, already edited.
+        largest: the largest of `logits`.
+        row: the other inputs of the choice.
     """
     params = row.params
     words = np.empty(-(-len(logits) // WORDS_MULTIPLE) * WORDS_MULTIPLE, np.uint32)
@@ -179,7 +178,7 @@ def sample_gumbel(logits: Float32Array, largest: np.float32, row: SamplingRow) -
 
 
 def warm_up() -> None:
-    """Compile what a first draw would have to, or load it from disk. May take seconds."""
+    """Compile what a first draw needs, or load it from disk. May take seconds."""
     row = SamplingRow(SamplingParams(top_p=0.5), 0, (), ())
     sample_token_id(np.zeros(WORDS_MULTIPLE, np.float32), row)
 
@@ -193,7 +192,7 @@ def _add_noise(
 
 
 def filter_top_k_top_p_min_p(weights: Float32Array, params: SamplingParams) -> IdArray:
-    """Ids, ascending, that top-k, then top-p, then min-p leave of unnormalized `weights`.
+    """The ids, ascending, that are left of unnormalized `weights` after top-k, top-p and min-p.
 
     The largest weight is 1. Of equal weights the smaller id is the likelier.
     """
@@ -211,7 +210,7 @@ def filter_top_k_top_p_min_p(weights: Float32Array, params: SamplingParams) -> I
 
 
 def _top_k_set(values: Float32Array, count: int) -> IdArray:
-    """Indices, ascending, of the `count` largest values and of all that equal the last of them."""
+    """The indices, ascending, of the `count` largest values, and of all equal to the last."""
     if count >= len(values):
         return np.arange(len(values))
     cut = len(values) - count
@@ -219,15 +218,15 @@ def _top_k_set(values: Float32Array, count: int) -> IdArray:
 
 
 def topk_indices(values: Float32Array, count: int) -> IdArray:
-    """Indices of at least the `count` largest values in their order, equals by index."""
+    """The indices of at least the `count` largest values in descending order, equals by index."""
     indices = _top_k_set(values, count)
     return indices[np.argsort(-values[indices], kind="stable")]
 
 
 def _top_p_set(weights: Float32Array, top_p: float) -> IdArray:
-    """Indices, ascending, of the fewest largest weights that reach `top_p` of their sum.
+    """The indices, ascending, of the fewest largest weights that reach `top_p` of their sum.
 
-    Of equal weights the earlier are the larger.
+    Of equal weights the earlier ones count as larger.
     """
     least, equals = find_nucleus(weights, top_p)
     ids = np.flatnonzero(weights >= least)
@@ -238,7 +237,7 @@ def _top_p_set(weights: Float32Array, top_p: float) -> IdArray:
 def gather_logprobs(raw: Float32Array, token_id: int, count: int | None) -> SampledToken:
     """The log-probabilities of `token_id` and of the `count` likeliest tokens.
 
-    Of the distribution before any editing; none at all if `count` is None.
+    They are in the distribution before any editing; there are none if `count` is None.
     """
     if count is None:
         return SampledToken(token_id, None, ())

@@ -1,11 +1,11 @@
 """The sampler as Triton kernels, a program for each row of logits: only ids leave the device.
 
-The only file of this room that imports triton, which CUDA builds of torch bring along. Its
+This is the only file of its room that imports triton, which CUDA builds of torch bring along. Its
 counter bits are those of `kernels.gumbel`. The noise is computed by the same operations in the same
-order, none of them fused: it differs by 2 units in the last place at most, since compilers fuse
+order, none of them fused. It differs by 2 units in the last place at most, since compilers fuse
 some of them on a CPU. Weights of top-p are summed in another order than there, and their
-exponentials differ in the last bits: both matter only between two tokens that nearly tie, and for
-a token at the very edge of top-k, top-p or min-p.
+exponentials differ in the last bits. Both matter only where two tokens nearly tie, or at the very
+edge of top-k, top-p or min-p.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 BLOCK: Final = 2048
-"""Tokens that a program looks at together; a multiple of `gumbel.WORDS_MULTIPLE`."""
+"""The tokens that a program looks at together; a multiple of `gumbel.WORDS_MULTIPLE`."""
 ENTRIES: Final = 256
-"""Edits of a program."""
+"""The edits of a program."""
 
 # Columns of the numbers of a row; the kernels have them as literals.
 SEED, CHOICE, POSITION, TOP_K, MASK, INTS = range(6)
@@ -95,7 +95,7 @@ def sample_rows(
         floats: ``[S, FLOATS]`` float64.
         weights: ``[S, V]`` float32, for the kernel's own use; only of rows with a filter.
         ids: ``[S]`` int64, written.
-        largest: ``[S]`` float32, written: of the logits; NaN if one is.
+        largest: ``[S]`` float32, written: the largest logit; NaN if any is NaN.
     """
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         _sample_rows[(len(logits),)](
@@ -122,11 +122,11 @@ def score_rows(
     tops: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """What log-probabilities are made of, for some rows.
+    """Compute the parts of log-probabilities for some rows.
 
     Args:
         logits: ``[S, V]`` float32, not edited.
-        rows: ``[N, 2]`` int64: a row, and how many of its likeliest tokens are wanted.
+        rows: ``[N, 2]`` int64: a row, and the number of its likeliest tokens that are wanted.
         ids: ``[S]`` int64, the chosen tokens.
         totals: ``[N]`` float64, written: the sum of ``exp(logit - largest)``.
         tops: ``[N, 2 + most]`` int64, written: the likeliest token of all, the chosen
@@ -221,7 +221,7 @@ def _penalize_rows(
 def _load(
     row: tl.tensor, mask: tl.tensor, mask_index: tl.tensor, ids: tl.tensor, vocab: tl.tensor
 ) -> Any:
-    """Logits, -inf for what is masked or beyond the vocabulary."""
+    """Load logits, with -inf for tokens that are masked or beyond the vocabulary."""
     inside = ids < vocab
     x = tl.load(row + ids, mask=inside, other=-float("inf"))
     masked = ids < tl.where(mask_index >= 0, vocab, 0)
@@ -236,7 +236,7 @@ def _as_float(bits: tl.tensor) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_from(weights: tl.tensor, vocab: tl.tensor, least: tl.tensor, block: tl.constexpr) -> Any:
-    """How many of a row's weights are at least `least`."""
+    """The number of a row's weights that are at least `least`."""
     total = tl.zeros((), tl.int32)
     for start in range(0, vocab, block):
         ids = start + tl.arange(0, block)
@@ -274,9 +274,9 @@ def _find_kth(weights: tl.tensor, vocab: tl.tensor, count: tl.tensor, block: tl.
 def _find_nucleus(
     weights: tl.tensor, vocab: tl.tensor, top_p: tl.tensor, floor: tl.tensor, block: tl.constexpr
 ) -> Any:
-    """The least weight of the nucleus of the weights from `floor` on.
+    """The least weight of the nucleus among weights from `floor` on, and its last token.
 
-    And the last of the tokens of that weight that is in it: the smaller id is the likelier.
+    Of tokens with that weight, smaller ids are in it first.
     """
     target = top_p * _sum_from(weights, vocab, floor, block)
     low = tl.zeros((), tl.int32)
@@ -375,7 +375,7 @@ def _draw(
 ) -> Any:
     """The token with the largest score among those that the filters leave.
 
-    Tokens from `weighed` on have no weight: it is 0 in a row without filters.
+    Tokens from `weighed` on have no weight; `weighed` is 0 in a row without filters.
     """
     best, best_id = tl.full((), -float("inf"), tl.float32), tl.full((), 0x7FFFFFFF, tl.int32)
     for start in range(0, vocab, block):

@@ -1,4 +1,4 @@
-"""What one step samples: launched behind its forward, read when it is on the host."""
+"""The sampling of one step: launched behind its forward, read once it is on the host."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, cut_at_other, rows_of, verify
 
 Draw: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingRow]], Draws]
-"""Samples each row of logits where they are, as `device_sampler.launch`."""
+"""A function that samples each row of logits on its device, such as `device_sampler.launch`."""
 Bring: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Begins to copy a device's tensor to the host, and returns the host's."""
+"""A function that begins to copy a device's tensor to the host, and returns the host's tensor."""
 
 
 class StepSampling(Protocol):
-    """The samples of a step's sequences, of which each brings its drafts."""
+    """The samples of a step's sequences, each of which may bring drafts."""
 
     def launch(self, logits: torch.Tensor) -> None:
-        """Sample. Called by work on the forward's stream; arguments as of `verify`."""
+        """Sample. Called by work on the forward's stream; arguments as for `verify`."""
         ...
 
     @property
     def ids(self) -> torch.Tensor:
-        """``[S]`` int64 on the device, of each row of logits; for work behind `launch`."""
+        """``[S]`` int64 on the device: each row's token, for work behind `launch`."""
         ...
 
     def send_home(self, bring: Bring) -> None:
-        """Copy to the host what `launch` has sampled. Called by work behind it."""
+        """Copy the samples of `launch` to the host. Called by work behind it."""
         ...
 
     def read(self) -> list[list[Sampled]]:
-        """What `verify` returns, once that work has run."""
+        """Return what `verify` returns, once that work has run."""
         ...
 
 
 class HostSampling:
-    """Samples on the host, whither the logits come: at once, before `launch` returns."""
+    """Sampling on the host: the logits are copied there, and sampled before `launch` returns."""
 
     def __init__(self, drafted: Sequence[DraftedSequence]) -> None:
         self._drafted = drafted
@@ -47,7 +47,7 @@ class HostSampling:
 
     @property
     def ids(self) -> torch.Tensor:
-        """Not there: the device does not know them."""
+        """Raise: the device does not know the tokens that the host samples."""
         raise AssertionError("tokens that the host samples are not on the device")
 
     def launch(self, logits: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class HostSampling:
 
 
 class DeviceSampling:
-    """Samples on the device; token ids and the log-probabilities asked for leave it.
+    """Sampling on the device; token ids and the log-probabilities asked for leave it.
 
     Args:
         draw: samples rows.
@@ -74,7 +74,7 @@ class DeviceSampling:
         self._draw = draw
         self._drafted = drafted
         self._rows = rows_of(drafted)
-        # Kept until the copies are at home: memory that nobody refers to is given to others.
+        # Kept until the copies have arrived: unreferenced memory would be reused.
         self._draws: Draws | None = None
         self._home: Draws | None = None
 

@@ -1,11 +1,11 @@
-"""The tokens that penalties depend on, counted on the device: the host need not know the latest.
+"""The counts of tokens for penalties, kept on the device: the host need not know the latest one.
 
 Each request has a row with an entry for each token of the vocabulary::
 
     bit 0         it is in the prompt
     bits 1 to 31  how often it is in the output
 
-Which request has which row is not known here.
+The caller assigns rows to requests.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from kvrelay.model_runner.torch_options import to_device
 
 IN_PROMPT: Final = 1
 IN_OUTPUT: Final = 2
-"""What one more time adds."""
+"""The addend for one more time in the output."""
 MOST_BYTES: Final = 256 << 20
-"""Device memory of all rows, at most; one row there is in any case."""
+"""The most device memory of all rows; one row exists in any case."""
 _ENTRY: Final = torch.int32
 
 
 @dataclass(frozen=True, slots=True)
 class CountChanges:
-    """What changes of the rows, in this order. A *place* is ``row * vocab + token``.
+    """The changes of the rows, made in this order. A *place* is ``row * vocab + token``.
 
     The arrays stay as they are until the work that reads them has run.
     """
 
     cleared: Int64Array
-    """``[R]`` rows that another request has had."""
+    """``[R]`` rows to clear, as another request has had them."""
     prompt: Int64Array
-    """``[N]`` places of tokens in prompts; may have one more than once."""
+    """``[N]`` places of tokens in prompts; a place may come more than once."""
     output: Int64Array
     """``[M]`` places of tokens in outputs, one for each time."""
     awaited: Int64Array
-    """``[2, P]`` the first places of rows, and of the token that each gets the index in what the
-    step before samples."""
+    """``[2, P]`` tokens that the step before samples: first places of rows, and indices.
+
+    The index is that of the row's new token among the step's samples.
+    """
 
 
 class TokenCounts:
-    """The rows.
+    """The rows of counts.
 
     Args:
-        rows: of requests; at least 1.
-        vocab: tokens.
-        device: of the logits.
+        rows: the number of rows, at least 1.
+        vocab: the tokens of the vocabulary.
+        device: the logits' device.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
@@ -61,26 +63,26 @@ class TokenCounts:
 
     @classmethod
     def for_requests(cls, requests: int, vocab: int, device: torch.device) -> TokenCounts:
-        """A row for each of so many requests, or as many as `MOST_BYTES` holds."""
+        """Make a row for each of `requests`, or as many rows as `MOST_BYTES` holds."""
         return cls(max(1, min(requests, MOST_BYTES // (vocab * _ENTRY.itemsize))), vocab, device)
 
     @property
     def num_rows(self) -> int:
-        """All of them."""
+        """The number of rows."""
         return len(self.entries)
 
     @property
     def vocab(self) -> int:
-        """Entries of a row."""
+        """The entries of a row."""
         return self.entries.shape[1]
 
     def change(self, changes: CountChanges, sampled: torch.Tensor | None) -> None:
         """Make changes, by work on the current stream.
 
         Args:
-            changes: to be made.
-            sampled: ``[N]`` int64 token ids on the device, as `CountChanges.awaited` says; None:
-                none are awaited.
+            changes: the changes.
+            sampled: ``[N]`` int64 token ids on the device, to which `CountChanges.awaited` refers;
+                None: none are awaited.
         """
         device, flat = self.entries.device, self.entries.view(-1)
         if changes.cleared.size:

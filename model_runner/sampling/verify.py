@@ -1,9 +1,9 @@
-"""Decides which drafts a sequence keeps: those that plain decoding would have sampled.
+"""The verification of drafts: a sequence keeps those that plain decoding would have sampled.
 
-Most engines accept a draft with a probability that leaves the distribution as
-it was (Leviathan and others 2023, arXiv 2211.17192). Here a token is a function
-of its logits and of its seed, choice and position; so a draft is accepted if it
-is that token, and the output is that of plain decoding, token for token.
+Most engines accept a draft with a probability that leaves the distribution as it was (Leviathan and
+others 2023, arXiv 2211.17192). Here a token is a function of its logits, seed, choice and position.
+So a draft is accepted if it is that token, and the output is that of plain decoding, token for
+token.
 """
 
 from __future__ import annotations
@@ -25,34 +25,33 @@ from kvrelay.wire.output import SampledToken
 
 @dataclass(slots=True)  # not frozen, as its row
 class DraftedSequence:
-    """A sequence's next token, and what may follow it."""
+    """A sequence's next token, and drafts of it and those after it."""
 
     row: SamplingRow
-    """What the token after the last known one depends on."""
+    """The inputs of the choice of the token after the last known one."""
     draft_ids: Sequence[int] = ()
-    """Guesses of that token and of those after it; none: plain decoding."""
+    """Drafts of that token and of those after it; none: plain decoding."""
 
     @property
     def num_rows(self) -> int:
-        """Logits that it takes: after the last known token, and after each draft."""
+        """The rows of logits that it takes: after the last known token, and after each draft."""
         return len(self.draft_ids) + 1
 
 
 def verify(logits: torch.Tensor, drafted: Sequence[DraftedSequence]) -> list[list[Sampled]]:
     """Sample each sequence's next tokens, as many as its drafts allow.
 
-    The first is sampled as in plain decoding. If it is the first draft, then
-    the logits after that draft are those that plain decoding would have next:
-    so on, until a sample is another than the draft.
+    The first is sampled as in plain decoding. If it equals the first draft, the logits after that
+    draft are those that plain decoding would have next. This goes on until a sample differs from
+    its draft.
 
     Args:
-        logits: ``[S, vocab_size]`` float32 on any device, the sequences' rows end to end:
-            `DraftedSequence.num_rows` of each. Not changed.
+        logits: ``[S, vocab_size]`` float32 on any device, `DraftedSequence.num_rows` for each
+            sequence, end to end. They are not changed.
         drafted: the sequences.
 
-    Returns:
-        For each sequence 1 to `num_rows` samples. All but the last are drafts;
-        the last is not one, or comes after all of them, or says why there is no token.
+    Returns: For each sequence 1 to `num_rows` samples. All but the last equal their drafts. The
+        last differs from its draft, follows all drafts, or is an error.
     """
     assert len(logits) == sum(one.num_rows for one in drafted)
     if not drafted:
@@ -68,7 +67,7 @@ def verify(logits: torch.Tensor, drafted: Sequence[DraftedSequence]) -> list[lis
 
 
 def rows_of(drafted: Sequence[DraftedSequence]) -> list[SamplingRow]:
-    """What each row depends on, also those after a draft that turns out to be wrong."""
+    """The sampling row for each row of logits, also after drafts that turn out to be wrong."""
     return [
         one.row if one.row.is_argmax else one.row.after(one.draft_ids[:index])
         for one in drafted
@@ -79,13 +78,13 @@ def rows_of(drafted: Sequence[DraftedSequence]) -> list[SamplingRow]:
 def cut_at_other(
     sampled: Sequence[Sampled], drafted: Sequence[DraftedSequence]
 ) -> list[list[Sampled]]:
-    """What `verify` returns, of the samples of all of `rows_of`."""
+    """The return value of `verify`, from the samples of all of `rows_of`."""
     rows = iter(sampled)
     return [_until_other([next(rows) for _ in range(one.num_rows)], one) for one in drafted]
 
 
 def _until_other(samples: list[Sampled], drafted: DraftedSequence) -> list[Sampled]:
-    """The samples up to the first that is not its draft."""
+    """The samples up to the first that differs from its draft."""
     for index, (sample, draft_id) in enumerate(zip(samples, drafted.draft_ids, strict=False)):
         if not isinstance(sample, SampledToken) or sample.token_id != draft_id:
             return samples[: index + 1]

@@ -1,4 +1,4 @@
-"""Bearer tokens: which clients may call which services of the router."""
+"""Bearer tokens, and the services of the router that each token may call."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def current_caller() -> Caller:
-    """Who makes the call that is being handled: for handlers, in the call's own task."""
+    """The client whose call is being handled: for handlers, in the call's own task."""
     return _caller.get()
 
 
 class Refusal(Exception):  # noqa: N818
-    """A call is refused for its token, or for the lack of one."""
+    """A refusal of a call for its token, or for the lack of one."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(f"{HEADER}: {detail}")
 
 
 class Unauthenticated(Refusal):
-    """It brings no token, or none that is known."""
+    """A refusal of a call without a token, or with an unknown one."""
 
 
 class Forbidden(Refusal):
-    """Its token lacks a right."""
+    """A refusal of a call whose token lacks a right."""
 
 
 def identify(tokens: Tokens, sent: Sequence[str | bytes]) -> Caller:
-    """Whose token a call brings.
+    """Find the caller whose token a call brings.
 
     Args:
-        tokens: those that are good now.
+        tokens: the tokens that are valid now.
         sent: the values of its `authorization` headers.
 
     Raises:
@@ -72,7 +72,7 @@ def identify(tokens: Tokens, sent: Sequence[str | bytes]) -> Caller:
 
 
 def check_right(caller: Caller, right: Right) -> None:
-    """Raises `Forbidden` if the caller lacks the right."""
+    """Raise `Forbidden` if the caller lacks the right."""
     if not caller.may(right):
         raise Forbidden(
             f"the token {caller.name} lacks the right {right} (rights in --auth-token-file)"
@@ -80,14 +80,14 @@ def check_right(caller: Caller, right: Right) -> None:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
-    """Refuses calls without a token that has the right to make them; does not read their message.
+    """An interceptor that refuses calls without a token or a right, before it reads the message.
 
-    Without a token it is UNAUTHENTICATED, without the right PERMISSION_DENIED. Health checks
-    need no token: Kubernetes, say, seldom has one, and the answer tells nothing but whether the
-    server serves. All other services need one, reflection too.
+    A call without a token is UNAUTHENTICATED, one without the right PERMISSION_DENIED. Health
+    checks need no token: Kubernetes, for example, seldom has one, and the answer only says whether
+    the server serves. All other services need one, reflection too.
 
     Args:
-        tokens: those that are good now.
+        tokens: returns the tokens that are valid now.
     """
 
     def __init__(self, tokens: Callable[[], Tokens]) -> None:
@@ -98,7 +98,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untype
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Passes the call on, with its `current_caller`, or returns a handler that refuses it."""
+        """Pass the call on, with its `current_caller`, or return a handler that refuses it."""
         method = handler_call_details.method
         if not method.startswith(_OPEN):
             try:
@@ -110,12 +110,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untype
         return await continuation(handler_call_details)
 
     def identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
-        """Whose token a call brings; raises `Unauthenticated` without one that is known."""
+        """Find the caller whose token a call brings; raises `Unauthenticated` if there is none."""
         return identify(self._tokens(), [value for name, value in metadata if name == HEADER])
 
 
 def _check_method(caller: Caller, method: str) -> None:
-    """Raises `Forbidden` if the caller may not call the method; reflection takes any token."""
+    """Raise `Forbidden` if the caller may not call the method; reflection takes any token."""
     if method.startswith((f"/{_ADMIN}/", f"/{_CONTROLLER}/")):
         check_right(caller, Right.ADMIN)
     elif method.startswith(f"/{_INFERENCE}/") and method not in _FOR_EVERY_TOKEN:
@@ -129,7 +129,7 @@ _CODES: Final[dict[type[Refusal], grpc.StatusCode]] = {
 
 
 def _refuse_with(refusal: Refusal) -> grpc.RpcMethodHandler:
-    """A handler that refuses calls of any kind; a stream-stream handler reads no message first."""
+    """A handler that refuses calls of any kind; stream-stream, so it reads no message first."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
         await context.abort(_CODES[type(refusal)], str(refusal))

@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class CurrentTokens:
-    """What a file of tokens contains now.
+    """The present tokens of a file.
 
-    A new file that cannot be used changes nothing: the tokens from before stay good, and an error
-    is logged.
+    A new file that cannot be used changes nothing: the former tokens stay valid, and an error is
+    logged.
 
     Raises:
         ValueError: the file cannot be used from the start.
@@ -30,17 +30,17 @@ class CurrentTokens:
         self._tokens = read_tokens(path)
 
     def __call__(self) -> Tokens:
-        """The tokens that are good now."""
+        """The tokens that are valid now."""
         return self._tokens
 
     async def follow(self) -> None:
-        """Looks at the file from time to time, until cancelled."""
+        """Look at the file from time to time, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await asyncio.to_thread(self.look)
 
     def look(self) -> None:
-        """Reads the file again if it has changed."""
+        """Read the file again if it has changed."""
         if not self._files.changed():
             return
         try:

@@ -1,4 +1,4 @@
-"""The file of --auth-token-file: which tokens there are, and what each is good for.
+"""The file of --auth-token-file: the tokens, and the rights and limits of each.
 
 A TOML file has a table for each token::
 
@@ -14,7 +14,7 @@ A TOML file has a table for each token::
 `sha256` and `token` may be lists, while a token replaces another. A file without tables has
 one token a line, each of which may generate and is a tenant of its own.
 
-No message contains a token, or any value that could be one by mistake.
+No error message contains a token, or any value that could be one by mistake.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _FIELDS: Final = (
 
 
 class Tokens:
-    """All tokens that a router takes, by their digests: it does not keep the tokens."""
+    """All valid tokens of a router, by their digests: it does not keep the tokens."""
 
     def __init__(self, callers: Mapping[bytes, Caller]) -> None:
         self._callers = dict(callers)
 
     def find(self, token: str) -> Caller | None:
-        """Whose token it is; None: nobody's.
+        """Find the caller of a token; None: the token is unknown.
 
-        The time does not depend on how much of a token was right: what is compared are digests,
-        and all of them, also after one that is equal.
+        The time does not depend on how much of a token was right. Digests are compared, and all of
+        them, even after an equal one.
         """
         digest, found = digest_of(token), None
         for known, caller in self._callers.items():
@@ -67,7 +67,7 @@ class Tokens:
 
 
 def digest_of(token: str) -> bytes:
-    """A token's SHA-256."""
+    """The SHA-256 of a token."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -77,7 +77,7 @@ def is_token(text: str) -> bool:
 
 
 def read_tokens(path: Path) -> Tokens:
-    """The tokens in a file.
+    """Read the tokens of a file.
 
     Raises:
         ValueError: the file cannot be used; the message names the file and the line, or the
@@ -97,7 +97,7 @@ def read_tokens(path: Path) -> Tokens:
 
 
 def read_plain_tokens(path: Path) -> tuple[str, ...]:
-    """The tokens in a file that has one a line, as a client's has.
+    """Read the tokens of a file that has one a line, such as a client's.
 
     Raises:
         ValueError: the file cannot be read, a line is not a token, or there is none.
@@ -113,12 +113,12 @@ def _content(path: Path) -> bytes:
 
 
 def _lines(content: bytes) -> list[str]:
-    # Latin-1 decodes any bytes. What is not ASCII is not in a token.
+    # Latin-1 decodes any bytes. No token has a character that is not ASCII.
     return [line.strip() for line in content.decode("latin-1").splitlines()]
 
 
 def _token_lines(path: Path, lines: list[str]) -> tuple[str, ...]:
-    """The lines but those that are empty or begin with #."""
+    """The lines that are neither empty nor comments, each checked to be a token."""
     tokens = []
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith("#"):
@@ -132,24 +132,24 @@ def _token_lines(path: Path, lines: list[str]) -> tuple[str, ...]:
 
 
 def _plain(token: str) -> Caller:
-    """Who sends a token of a file with one a line.
+    """Make the caller of a token in a file with one a line.
 
-    The name is from the digest, and so the same wherever the line is, and on every router. No
-    entry of a TOML file can have it.
+    The name is made from the digest, so it is the same for any position of the line, and on every
+    router. No entry of a TOML file can have such a name.
     """
     name = f"sha256:{digest_of(token).hex()[:16]}"
     return Caller(name, tenant=name, rights=frozenset({Right.GENERATE}))
 
 
 class _Entries:
-    """Reads the tables of one TOML file, and checks each value."""
+    """A reader of the tables of one TOML file, which checks each value."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entry = ""  # which is being read, as messages name it
 
     def read(self, table: Mapping[str, Any]) -> dict[bytes, Caller]:
-        """Every token's digest, with its caller."""
+        """Map every token's digest to its caller."""
         entries = table.get("token")
         if table.keys() != {"token"} or not isinstance(entries, list):
             raise ValueError(f"{self._path}: must have [[token]] tables and nothing else")

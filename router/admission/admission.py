@@ -1,4 +1,4 @@
-"""Admits requests, whichever door they come in by: checks, bounds, joins, and the live request."""
+"""Admission of requests from every door: checks, bounds, joins, and the live request."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from kvrelay.v1 import inference_pb2
 
 _FEW_BYTES: Final = 1024
 _FEW_PAGES: Final = 64
-"""Of a message with token ids: to validate it takes about a tenth of a millisecond at most."""
+"""The most pages of a message with token ids that takes 0.1 ms at most to validate."""
 
 
 @dataclass(frozen=True, slots=True)
 class IncomingRequest:
-    """What a client asks for, as a door has read it."""
+    """A client's message, as a door has read it."""
 
     message: inference_pb2.GenerateRequest
     prompt: Prompt
-    """The message's, or what the door takes in its place."""
+    """The message's prompt, or another that the door makes in its place."""
     num_bytes: int
-    """Of all of it."""
+    """The size of the whole message."""
     form: Callable[[GenerationRequest], Form]
-    """Makes the form of a new live request's events."""
+    """A function that makes the form of a new live request's events."""
     is_whole: bool = False
-    """The prompt is a whole conversation, and not what is new in the session."""
+    """Whether the prompt is a whole conversation, and not only the session's new part."""
 
 
 class Admission:
@@ -58,11 +58,11 @@ class Admission:
         config: the router's.
         fleet: the workers.
         live: the requests that are live.
-        texts: tokenizes prompts, and has threads for what would hold up the event loop.
+        texts: tokenizes prompts, and has threads for work that would block the event loop.
         metrics: the router's.
-        seeds: of requests that set none.
-        structured: finds out which structured outputs can be had.
-        sessions: whose turns requests may be.
+        seeds: draws the seeds of requests that set none.
+        structured: checks whether a structured output is supported.
+        sessions: the sessions that a request may be a turn of.
         tracing: decides which requests are traced.
     """
 
@@ -96,17 +96,17 @@ class Admission:
 
     @property
     def closing(self) -> bool:
-        """It admits no more, because the router is stopping."""
+        """Whether no more requests are admitted, because the router is stopping."""
         return self._live.closing
 
     @property
     def traces(self) -> bool:
-        """Whether it looks at what callers say of their traces."""
+        """Whether `traceparent` headers are read."""
         return self._tracing.on
 
     @contextlib.contextmanager
     def counting(self, door: str) -> Iterator[None]:
-        """Counts a request that its door refuses while it reads it, before `open`."""
+        """Count a request that its door refuses while it reads it, before `open`."""
         try:
             yield
         except RequestError as error:
@@ -124,20 +124,20 @@ class Admission:
         traceparent: str | None = None,
         operation: str = COMPLETION,
     ) -> LiveRequest:
-        """The caller's live request, new or joined; counts one that ends before it is admitted.
+        """Return the caller's live request, new or joined; count one that ends before admission.
 
         The caller attaches a reader before it awaits anything.
 
         Args:
-            read: makes of the client's bytes what is asked for, within these limits.
-            caller: who asks.
-            deadline: of the call, on the clock of `time.monotonic`; None: it has none.
-            door: by which it comes, as metrics call it.
+            read: makes an `IncomingRequest` from the client's bytes, within the limits.
+            caller: the client that asks.
+            deadline: the call's, on the clock of `time.monotonic`; None: it has none.
+            door: the door's name in metrics.
             traceparent: the header, if the caller has sent one and requests are traced.
-            operation: as spans call it.
+            operation: the operation's name in spans.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: the request is refused.
         """
         stopwatch = self._metrics.stopwatch()
         trace = self._tracing.begin(traceparent, door, operation)
@@ -203,13 +203,13 @@ class Admission:
     async def _check_grammar(
         self, params: inference_pb2.SamplingParams, caller: Caller
     ) -> Grammar | None:
-        """What the output is kept to, if it can be; None: it may be anything."""
+        """The grammar that the output must follow, once checked; None: the output is free."""
         if not params.HasField("structured_output"):
             return None
         return await self._structured.check(params.structured_output, caller)
 
     async def _begin_turn(self, ask: IncomingRequest, caller: Caller) -> Turn | None:
-        """The turn of the session that is meant, once it may begin; None: none is."""
+        """The turn of the message's session, once it may begin; None: it names no session."""
         if not ask.message.session_id:
             return None
         if ask.is_whole:
@@ -219,7 +219,7 @@ class Admission:
         return await self._sessions.begin_turn(caller, ask.message, mark)
 
     def _check_session(self, ask: IncomingRequest, caller: Caller, live: LiveRequest) -> None:
-        """Raises `AlreadyExists` if a live request is a turn of a session closed and opened anew.
+        """Raise `AlreadyExists` if a live request is a turn of a session closed and opened anew.
 
         To join it would leave the new session without the turn.
         """
@@ -228,14 +228,14 @@ class Admission:
             raise AlreadyExists(live.request.request_id, "of a session that was closed")
 
     def _cache_salt(self, ask: IncomingRequest, caller: Caller, turn: Turn | None) -> str:
-        """The message's, or that of the session that it names, though it may be no turn of it."""
+        """The message's salt, or its session's, even if the message is no turn of the session."""
         if turn is not None:
             return turn.cache_salt
         message = ask.message
         return message.cache_salt or self._sessions.cache_salt_of(caller, message.session_id)
 
     def _of_turn(self, ask: IncomingRequest, turn: Turn | None) -> IncomingRequest:
-        """What is asked for, with the session's history before it."""
+        """Put the session's history before the prompt."""
         if turn is None or ask.is_whole:
             return ask
         new = ask.prompt
@@ -261,19 +261,19 @@ class Admission:
         return await self._texts.run(ask.num_bytes, validate)
 
     def _is_short(self, ask: IncomingRequest) -> bool:
-        """Whether it can be validated on the event loop; a token takes a byte or more."""
+        """Whether validation is short enough for the event loop; a token takes a byte or more."""
         if ask.prompt.num_tokens is None or ask.num_bytes > _FEW_BYTES:
             return False
         return self._fleet.prefixes.pages_of(ask.num_bytes) <= _FEW_PAGES
 
 
 def _within_bounds(ask: IncomingRequest, request: GenerationRequest) -> GenerationRequest:
-    """The request, as a turn if the sessions of the router have room for its tokens.
+    """Reserve the sessions' room for a turn's tokens.
 
-    One that brings the whole conversation is served without its session otherwise.
+    Without room, a request with the whole conversation is served outside its session.
 
     Raises:
-        SessionsFull: the histories of all sessions would have more tokens than the router takes.
+        SessionsFull: there is no room, and the request is only a part of the conversation.
     """
     if request.turn is None:
         return request

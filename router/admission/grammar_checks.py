@@ -1,4 +1,4 @@
-"""Which grammars wait to be checked: each caller in turn, and none for nobody."""
+"""The queue of grammars to check: callers take turns, and abandoned checks are dropped."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 MOST_OF_A_CALLER: Final = 64
 _MOST: Final = 256
-"""Grammars that wait, of one caller and of all."""
+"""The most grammars that wait, of one caller and of all."""
 _MOST_KNOWN: Final = 4096
-"""Grammars of which is known whether they can be compiled."""
+"""The most grammars whose verdict is kept."""
 
 
 Verdict: TypeAlias = GrammarError | int
-"""Why a grammar cannot be compiled, or the bytes that it takes."""
+"""The reason why a grammar cannot be compiled, or the bytes that it takes."""
 
 
 class _Check:
@@ -39,13 +39,13 @@ class _Check:
 
 
 class GrammarChecks:
-    """Checks one grammar at a time, the callers' in turn. Call it on one event loop.
+    """A queue that checks one grammar at a time, the callers' in turn. Call it on one event loop.
 
     Args:
         checker: finds out whether a grammar can be compiled.
         retry_after_ms: when a client that is refused should try again.
         on_checked: called with the seconds of each check.
-        on_known: called when a verdict was there already.
+        on_known: called when a verdict was known, or its check was already open.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class GrammarChecks:
         return sum(len(own) for own in self._waiting.values())
 
     async def check(self, wanted: StructuredOutput, key: bytes, caller: str) -> int:
-        """The bytes that the compiled grammar takes. A check that nobody waits for never begins.
+        """Return the bytes of the compiled grammar. A check that nobody waits for never begins.
 
         Args:
-            wanted: what has the grammar.
-            key: equal for equal grammars alone.
-            caller: whose turn it takes.
+            wanted: the structured output with the grammar.
+            key: a key that only equal grammars share.
+            caller: the caller in whose turn it is checked.
 
         Raises:
-            GrammarError: it cannot.
+            GrammarError: it cannot be compiled.
             GrammarQueueFull: too many wait.
-            Unavailable: it could not be checked; another time it may be.
+            Unavailable: the check itself failed; another one may succeed.
         """
         if key in self._known:
             self._known.move_to_end(key)
@@ -94,7 +94,7 @@ class GrammarChecks:
         return verdict
 
     def close(self) -> None:
-        """Check no more."""
+        """Stop all checks."""
         if self._runner is not None:
             self._runner.cancel()
         self._checker.close()
@@ -126,7 +126,7 @@ class GrammarChecks:
                 self._drop(check)
 
     def _drop(self, check: _Check) -> None:
-        """Take a check away that nobody waits for, unless it runs."""
+        """Remove a check that nobody waits for, unless it runs."""
         for caller, own in self._waiting.items():
             if check in own:
                 own.remove(check)
@@ -136,7 +136,7 @@ class GrammarChecks:
                 return
 
     def _next(self) -> _Check:
-        """The oldest of the caller whose turn it is, which is the last one to be served again."""
+        """Take the oldest check of the caller whose turn it is; this caller is next served last."""
         caller, own = self._waiting.popitem(last=False)
         check = own.popleft()
         if own:
@@ -144,7 +144,7 @@ class GrammarChecks:
         return check
 
     async def _run(self) -> None:
-        """Check what waits, and end."""
+        """Run the waiting checks, and end."""
         loop = asyncio.get_running_loop()
         try:
             while self._waiting:

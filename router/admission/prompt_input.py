@@ -1,4 +1,4 @@
-"""Prompts as clients send them: what a door has read, and a validator makes token ids of."""
+"""Prompts of clients' messages, as a door reads them and a validator tokenizes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrelay.text.encoding import TooManyTokens
 from kvrelay.v1 import inference_pb2
 
 Encode = Callable[[str, int], Sequence[int]]
-"""Token ids of a text; raises `TooManyTokens` if there are more than the number."""
+"""A tokenizer of a text; it raises `TooManyTokens` if there are more than the number."""
 
 
 class Prompt(Protocol):
@@ -20,26 +20,25 @@ class Prompt(Protocol):
 
     @property
     def field(self) -> str:
-        """The field that the client has sent it in; errors name it."""
+        """The field that the client has sent it in, for errors."""
 
     @property
     def num_tokens(self) -> int | None:
-        """Its length, where that is known without work; None: work makes the tokens, in a
-        thread."""
+        """The prompt's length, where it is known without work; None: a thread must tokenize it."""
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
-        """Its tokens, 4 bytes each, empty if it has none; safe to call from any thread.
+        """The prompt's tokens, 4 bytes each; empty: it has none. Safe to call from any thread.
 
         Raises:
-            InvalidField: it can never be served.
+            InvalidField: the prompt can never be served.
         """
 
 
 class TokenPrompt:
-    """Token ids.
+    """A prompt of token ids.
 
     Args:
-        field: that has them.
+        field: the field that has them.
         ids: each fits four bytes.
     """
 
@@ -49,19 +48,19 @@ class TokenPrompt:
 
     @property
     def num_tokens(self) -> int | None:
-        """How many they are."""
+        """The number of token ids."""
         return len(self._ids)
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
-        """These."""
+        """The token ids themselves."""
         return array("I", self._ids)
 
 
 class TextPrompt:
-    """A text.
+    """A prompt of text.
 
     Args:
-        field: that has it.
+        field: the field that has it.
         text: an empty one is no prompt, though the tokenizer may add a special token.
         encode: tokenizes it.
     """
@@ -79,11 +78,11 @@ class TextPrompt:
 
 
 class TurnPrompt:
-    """A session's history, and what a turn adds to it.
+    """A session's history, and the new prompt of a turn.
 
     Args:
         history: token ids.
-        new: must not be empty.
+        new: the turn's own prompt; must not be empty.
     """
 
     def __init__(self, history: Sequence[int], new: Prompt) -> None:
@@ -93,12 +92,12 @@ class TurnPrompt:
 
     @property
     def num_tokens(self) -> int | None:
-        """Of both together."""
+        """The length of both together."""
         new = self._new.num_tokens
         return None if new is None else len(self._history) + new
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
-        """Both; raises `InvalidField` if nothing is new, or no room for output is left."""
+        """The tokens of both; raises `InvalidField` if nothing is new, or no room is left."""
         new = self._new.input_ids(limits)
         if not new:
             raise InvalidField(self.field, "the turn is empty")
@@ -107,7 +106,7 @@ class TurnPrompt:
 
 
 def encoded(field: str, text: str, encode: Encode, limits: RequestLimits) -> Sequence[int]:
-    """A text's tokens; raises `InvalidField` for the field if no room for output is left."""
+    """Tokenize a text; raise `InvalidField` for the field if no room for output is left."""
     if not text:
         return array("I")
     try:
@@ -118,7 +117,7 @@ def encoded(field: str, text: str, encode: Encode, limits: RequestLimits) -> Seq
 
 
 def prompt_of(message: inference_pb2.GenerateRequest, encode: Encode) -> Prompt:
-    """The one that a message has; raises `InvalidField` if it has none."""
+    """The prompt of a message; raises `InvalidField` if it has none."""
     field: str | None = message.WhichOneof("prompt")
     if field is None:
         raise InvalidField("text", "the request has no prompt: set text or input_ids")

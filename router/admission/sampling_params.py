@@ -1,7 +1,7 @@
 """Sampling parameters of a client's message: checked, and every default filled in.
 
-To add one: a field in the proto and, with its default, in `wire.submit`; and a row in `_RANGES`
-or a check in `check_sampling_params`, if a client may not send every value.
+To add one, add a field in the proto and, with its default, in `wire.submit`. If not every value is
+allowed, add a row in `_RANGES` or a check in `check_sampling_params`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from kvrelay.wire.submit import FORMS, MAX_CHOICES, GenerationParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
-"""Characters of one stop string."""
+"""The most characters of one stop string."""
 MAX_TOKEN_RULES = 1024
-"""Entries of `stop_token_ids`, and of `logit_bias`."""
+"""The most entries of `stop_token_ids`, and of `logit_bias`."""
 MAX_LOGPROBS = 20
 MAX_ALTERNATIVES = 1024
-"""Texts of a structured output's `choice`."""
+"""The most texts of a structured output's `choice`."""
 MAX_LOGIT_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """The finite numbers that a field may be: from `low` to `high`."""
+    """The range of finite numbers that a field may have: from `low` to `high`."""
 
     low: float
     high: float
     above_low: bool = False
-    """`low` itself is not allowed."""
+    """Whether `low` itself is excluded."""
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.above_low else value >= self.low
@@ -57,7 +57,7 @@ _RANGES = {
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raises `InvalidField` for `field` unless every id is below `vocab_size`."""
+    """Raise `InvalidField` for `field` unless every id is below `vocab_size`."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise InvalidField(
@@ -66,7 +66,7 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> No
 
 
 def check_sampling_params(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
-    """Raises `InvalidField` for the first field that is out of its range.
+    """Raise `InvalidField` for the first field that is out of its range.
 
     `max_tokens` and `min_tokens` depend on the prompt: `Validator` checks them.
     """
@@ -90,7 +90,7 @@ def check_sampling_params(params: inference_pb2.SamplingParams, vocab_size: int)
 
 
 def _check_structured_output(params: inference_pb2.SamplingParams) -> None:
-    """All but whether its grammar can be used: `StructuredOutputs` finds that out."""
+    """Check all but whether its grammar can be compiled, which `StructuredOutputs` checks."""
     field, wanted = "structured_output", params.structured_output
     given = [descriptor.name for descriptor, _ in wanted.ListFields()]
     if len(given) != 1:
@@ -152,7 +152,7 @@ def read_sampling_params(
 ) -> GenerationParams:
     """The checked parameters, each with the client's value or its default.
 
-    `max_tokens` is one of both; `seed` is the default.
+    `max_tokens` is already the client's value or the default; `seed` is the default seed.
     """
     given = inference_pb2.SamplingParams()
     given.CopyFrom(params)

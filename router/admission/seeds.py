@@ -1,4 +1,4 @@
-"""The seeds of requests that set none: the same on all routers that have one key."""
+"""The seeds of requests that set none: the same on all routers that share one key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SEED_BYTES: Final = 8
 
 
 class Seeds:
-    """Makes a request's seed of its token's name and its id.
+    """A keyed hash from a token's name and a request's id to the request's seed.
 
-    So a client that tries again with the same id gets the same tokens, on whichever router; and
-    nobody without the key knows the seeds of others.
+    So a client that tries again with the same id gets the same tokens, on any router. Nobody
+    without the key knows the seeds of others.
 
     Args:
-        key: of any length.
+        key: a secret of any length.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -27,7 +27,7 @@ class Seeds:
 
     @classmethod
     def of_file(cls, path: Path | None) -> Self:
-        """With the key in a file; None: with a key of this router's own.
+        """Read the key from a file; None: draw a key for this router alone.
 
         Raises:
             ValueError: the file cannot be read, or its key is too short or too long.
@@ -48,7 +48,7 @@ class Seeds:
 
         Args:
             caller: the name of its token; empty if the router asks for none.
-            request_id: its id.
+            request_id: the request's id.
         """
         parts = [part.encode() for part in (caller, request_id)]
         text = b"".join(len(part).to_bytes(4) + part for part in parts)

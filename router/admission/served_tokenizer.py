@@ -1,4 +1,4 @@
-"""The served model's tokenizer, off the event loop: what both doors do with texts."""
+"""The served model's tokenizer, off the event loop, for the gRPC and the HTTP door."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from kvrelay.text.encoding import TooManyTokens, decode, encode
 from kvrelay.text.token_texts import TokenTexts
 
 MAX_TEXT_TOKENS: Final = 512 << 10
-"""Of a text that is tokenized, or tokens that are made text, for nothing else; a million would
-hold up the event loop for 45 ms."""
+"""The most tokens of a call that only tokenizes or detokenizes.
+
+A million would block the event loop for 45 ms.
+"""
 
 
 class Texts:
-    """Tokenizes and detokenizes in threads.
+    """The served model's tokenizer, run in threads.
 
     Args:
         tokenizer: the served model's.
-        longest_token_bytes: no token stands for more bytes of text; None: there is no such bound.
-        threads: in which that is done.
+        longest_token_bytes: the most bytes of text that one token stands for; None: no such bound.
+        threads: the threads for the work.
     """
 
     def __init__(
@@ -33,27 +35,27 @@ class Texts:
         self.longest_token_bytes = longest_token_bytes
         self.threads = threads
         self.of_tokens = TokenTexts(tokenizer)
-        """Of each token alone."""
+        """The text of each token alone."""
 
     def encode(self, text: str, most_tokens: int) -> Sequence[int]:
-        """A text's tokens, special ones included; call it in a thread.
+        """Tokenize a text, with special tokens; call it in a thread.
 
         Raises:
-            TooManyTokens: there are more than that.
+            TooManyTokens: there are more than `most_tokens`.
         """
         return encode(self.tokenizer, text, most_tokens)
 
     def encode_plain(self, text: str, most_tokens: int) -> Sequence[int]:
-        """As `encode`, without special tokens: what goes on with a text."""
+        """Tokenize a text that continues another one, like `encode` without special tokens."""
         return encode(self.tokenizer, text, most_tokens, add_special_tokens=False)
 
     async def tokenize(
         self, field: str, text: str, num_bytes: int, *, add_special_tokens: bool
     ) -> Sequence[int]:
-        """A text's tokens.
+        """Tokenize a text in a thread.
 
         Raises:
-            InvalidField: names the field: there are more than `MAX_TEXT_TOKENS`.
+            InvalidField: there are more than `MAX_TEXT_TOKENS`; the error names the field.
             TextQueueFull: too many texts wait already.
         """
         try:
@@ -71,7 +73,7 @@ class Texts:
     async def detokenize(
         self, input_ids: Sequence[int], num_bytes: int, *, skip_special_tokens: bool
     ) -> str:
-        """The text of tokens, which are in the vocabulary."""
+        """Make the text of tokens that are in the vocabulary, in a thread."""
         return await self.threads.run(
             num_bytes, decode, self.tokenizer, input_ids, skip_special_tokens=skip_special_tokens
         )

@@ -1,4 +1,4 @@
-"""Opens sessions, those included that go on after another router was lost."""
+"""The opening of sessions, those of a lost router included."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvrelay.wire.history_digest import digest_tokens, is_history
 from kvrelay.wire.worker_info import WorkerRole
 
 _SECONDS: Final = 5.0
-"""For a worker's answer: its engine takes it between two passes of its loop."""
+"""The longest wait for a worker's answer: its engine answers between two passes of its loop."""
 _AT_ONCE: Final = 4
-"""Histories that workers are asked for at a time: others wait."""
+"""The most histories that workers are asked for at a time: others wait."""
 
 
 class SessionAdoption:
-    """Opens sessions, whose histories clients bring or name by their digests.
+    """The opening of sessions with a history that a client brings or names by its digest.
 
-    A history that is named is looked for among this router's own sessions, then on the workers that
-    generate: each keeps those of the turns that it has generated, though the router that had the
-    session is gone. Only a history of the caller's own name is found.
+    A named history is looked for among this router's own sessions, then on the workers that
+    generate. Each worker keeps the histories of the turns that it has generated, even if the router
+    of the session is gone. Only histories of the caller's own name are found.
 
     Args:
-        sessions: of this router.
+        sessions: this router's.
         fleet: the workers.
         metrics: the router's.
     """
@@ -48,7 +48,7 @@ class SessionAdoption:
         """Open a session, as `Sessions.open` does.
 
         Raises:
-            UnknownHistory: nobody has the history that is named.
+            UnknownHistory: nobody has the named history.
             Unavailable: a worker that may have it did not answer.
         """
         limits = self._fleet.limits()
@@ -56,7 +56,7 @@ class SessionAdoption:
         if message.history_digest:
             tokens = _tokens_of(message)
             limits.check_prompt("history_digest", tokens)
-            # Who is refused in any case takes nothing from a worker.
+            # A call that is refused in any case must not load the workers.
             self._sessions.check_open(caller, message, limits.vocab_size, tokens)
             message.history.ids.extend(await self._find(caller, message.history_digest))
         return self._sessions.open(caller, message, limits.vocab_size)
@@ -77,7 +77,7 @@ class SessionAdoption:
         return history
 
     async def _ask_workers(self, caller: Caller, digest: str) -> array[int]:
-        """The first answer of a worker that has it; all generating workers are asked at once."""
+        """Ask all generating workers at once; return the first history that one of them has."""
         links = [one for one in self._fleet.links if one.endpoint.role is not WorkerRole.PREFILL]
         asked = [
             asyncio.create_task(one.find_history(caller.name, digest, _SECONDS))
@@ -102,7 +102,7 @@ class SessionAdoption:
 
 
 def _tokens_of(message: pb.OpenSessionRequest) -> int:
-    """Of the history that a message names; raises `InvalidField` if it names none rightly."""
+    """The length of the history that a message names; raises `InvalidField` for a bad digest."""
     if message.history.ids:
         raise InvalidField("history_digest", "is not allowed with history")
     try:
@@ -112,7 +112,7 @@ def _tokens_of(message: pb.OpenSessionRequest) -> int:
 
 
 async def _or_none(answer: Awaitable[array[int]]) -> array[int] | None:
-    """A worker's answer; None if there is none."""
+    """Await a worker's answer; None: the call failed."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         return await answer
     return None

@@ -1,4 +1,4 @@
-"""Finds out whether a structured output can be had, before anything is sent to a worker."""
+"""A check of structured outputs before anything is sent to a worker."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ FIELD: Final = "structured_output"
 
 
 class StructuredOutputs:
-    """Has grammars compiled in a process of their own, for bytes instead of the model's tokens.
+    """A check of grammars in a process of their own, over bytes instead of the model's tokens.
 
     Args:
         tokenizer: has the special tokens that a grammar may name.
         fleet: the workers, which know what ends an output.
         metrics: the router's.
-        retry_after_ms: when a client that is refused because too many wait should try again.
+        retry_after_ms: the time after which a client that was refused for a full queue should try
+            again.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class StructuredOutputs:
         )
 
     async def check(self, message: inference_pb2.StructuredOutput, caller: Caller) -> Grammar:
-        """The grammar that outputs are kept to, if they can be: of one form, within bounds.
+        """Check a structured output of one form, within bounds; return its grammar.
 
         Raises:
-            InvalidField: names the form, and the place in a schema, that cannot be enforced.
+            InvalidField: the grammar cannot be enforced; the error names the form, and the place in
+                a schema.
             GrammarQueueFull: too many grammars wait to be checked.
             Unavailable: they cannot be checked now.
         """
@@ -74,5 +76,5 @@ class StructuredOutputs:
             raise InvalidField(f"{FIELD}.{form}", f"{error}{place}") from error
 
     def close(self) -> None:
-        """Checks no more."""
+        """Stop all checks."""
         self._checks.close()

@@ -1,4 +1,4 @@
-"""The limits that a token has of its own, beside those of the router."""
+"""The limits of a token, beside the router's own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvrelay.router.requests.live_request import LiveRequest
 
 
 class TokenLimits:
-    """Refuses requests of callers who have as much on this router as their tokens allow.
+    """A refusal of requests of callers that have reached their tokens' limits.
 
-    Nothing is counted here that could go astray: what a caller has is read off its live requests.
+    No counter is kept that could drift: a caller's use is taken from its live requests.
 
     Args:
-        metrics: count the refusals, by token.
-        retry_after_ms: when a caller that was refused should try again.
+        metrics: counts the refusals, by token.
+        retry_after_ms: the time after which a refused caller should try again.
     """
 
     def __init__(self, metrics: RouterMetrics, retry_after_ms: int) -> None:
@@ -25,12 +25,12 @@ class TokenLimits:
         self._retry_after_ms = retry_after_ms
 
     def check_live(self, caller: Caller, live: Iterable[LiveRequest], validating: int) -> None:
-        """Raises `OverLimit` unless one more request may be validated, whatever its prompt.
+        """Raise `OverLimit` unless one more request may be validated, whatever its prompt.
 
         Args:
-            caller: who asks.
+            caller: the caller that asks.
             live: all requests.
-            validating: those of the caller that are on their way to be live.
+            validating: the number of the caller's requests in validation.
         """
         most = caller.max_live_requests
         if most is not None:
@@ -41,7 +41,7 @@ class TokenLimits:
         self.check_queued(caller, live, 1)
 
     def check_queued(self, caller: Caller, live: Iterable[LiveRequest], more_tokens: int) -> None:
-        """Raises `OverLimit` unless a prompt of so many tokens may wait for its first token."""
+        """Raise `OverLimit` unless a prompt of `more_tokens` may wait for its first token."""
         most = caller.max_queued_prompt_tokens
         if most is None:
             return
@@ -52,7 +52,7 @@ class TokenLimits:
             self._refuse(caller, "max_queued_prompt_tokens", have)
 
     def check_grammars(self, caller: Caller, taken_bytes: int, more_bytes: int) -> None:
-        """Raises `OverLimit` unless a grammar of so many bytes has room beside the caller's."""
+        """Raise `OverLimit` unless a grammar of `more_bytes` has room beside the caller's."""
         most = caller.max_grammar_bytes
         if most is not None and taken_bytes + more_bytes > most:
             have = f"grammars have {taken_bytes} bytes, of {most}, and {more_bytes} would come"
@@ -64,5 +64,5 @@ class TokenLimits:
 
 
 def _of(caller: Caller, live: Iterable[LiveRequest]) -> list[LiveRequest]:
-    """Those requests that are the caller's."""
+    """The live requests of the caller."""
     return [one for one in live if one.request.caller.name == caller.name]

@@ -1,4 +1,4 @@
-"""Threads for work on texts, which must not stop the event loop, and a bound on their bytes."""
+"""Threads for work on texts, which must not block the event loop, and a bound on their bytes."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 _LANES: Final = ((64 << 10, 2), (1 << 20, 1), (None, 1))
-"""Bytes of a text up to which it belongs to a lane, and the lane's threads: a short text does
-not wait for a long one. To tokenize takes much memory, so long ones do it one by one."""
+"""The lanes: the most bytes of a text, and the lane's threads.
+
+A short text does not wait for a long one. To tokenize takes much memory, so long texts are
+tokenized one by one.
+"""
 
 
 class _Lane:
-    """Threads for texts of up to so many bytes; None: of any length."""
+    """The threads for texts of up to `bound` bytes; None: of any length."""
 
     def __init__(self, bound: int | None, threads: int) -> None:
         self.bound = bound
         self.threads = ThreadPoolExecutor(threads, "kvrelay-text")
         self.held_bytes = 0
-        """Of the texts that are being worked on, or wait for it."""
+        """Bytes of the texts that are being worked on, or wait for a thread."""
 
     def forget(self, num_bytes: int) -> None:
-        """The work on a text has ended."""
+        """Subtract the bytes of a text whose work has ended."""
         self.held_bytes -= num_bytes
 
 
 class TextThreads:
-    """Runs functions on texts in threads; refuses more when it holds too many bytes.
+    """Threads that run functions on texts, with a bound on the bytes that wait.
 
     Call it on one event loop.
 
     Args:
-        most_bytes: of all texts of a lane together, that are being worked on or wait for it; a
-            single text may have more. Each lane has as many, so that long texts that fill theirs
-            do not keep short ones out.
-        retry_after_ms: when a client that is refused should try again.
+        most_bytes: the most bytes of all texts of a lane that are being worked on or wait; a single
+            text may have more. Each lane has this bound of its own, so that long texts do not keep
+            short ones out.
+        retry_after_ms: the time after which a refused client should try again.
     """
 
     def __init__(self, most_bytes: int, retry_after_ms: int) -> None:
@@ -52,25 +55,25 @@ class TextThreads:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the texts that are being worked on, or wait for it."""
+        """Bytes of the texts that are being worked on, or wait for a thread."""
         return sum(lane.held_bytes for lane in self._lanes)
 
     async def run(
         self, num_bytes: int, work: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs
     ) -> ResultT:
-        """The result of `work(*args, **kwargs)`, run in a thread.
+        """Run `work(*args, **kwargs)` in a thread; return its result.
 
         If the caller is cancelled, work that has not begun never does. Work that has begun goes
         on, and its bytes count until it ends.
 
         Args:
-            num_bytes: of the text.
+            num_bytes: the text's size.
             work: called in a thread.
-            args: of the work.
-            kwargs: of the work.
+            args: the arguments of the work.
+            kwargs: the keyword arguments of the work.
 
         Raises:
-            TextQueueFull: too many bytes are here already.
+            TextQueueFull: the lane has too many bytes already.
         """
         lane = next(one for one in self._lanes if one.bound is None or num_bytes <= one.bound)
         if lane.held_bytes and lane.held_bytes + num_bytes > self._most_bytes:
@@ -78,7 +81,7 @@ class TextThreads:
         lane.held_bytes += num_bytes
         loop = asyncio.get_running_loop()
 
-        # Emptied when it is over: an executor keeps what was cancelled until its turn.
+        # Emptied at the end: an executor keeps cancelled work until its turn.
         job = [partial(work, *args, **kwargs)]
         del args, kwargs
 
@@ -92,6 +95,6 @@ class TextThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Drops the work that has not begun, and takes no more."""
+        """Drop the work that has not begun, and take no more."""
         for lane in self._lanes:
             lane.threads.shutdown(wait=False, cancel_futures=True)

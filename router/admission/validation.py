@@ -1,7 +1,7 @@
-"""Checks a client's message and makes of it a request that workers can run.
+"""Validation of a client's message, and the request for workers made from it.
 
-Nothing is allocated for a request before it has passed here. `sampling_params`
-checks its sampling parameters.
+Nothing is allocated for a request before it has passed here. The module `sampling_params` checks
+its sampling parameters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_CACHE_SALT_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class Validator:
-    """Checks requests for one model.
+    """A validator of requests for one model.
 
     Args:
-        model_name: what clients may call it; a request that names no model is for it, too.
+        model_name: the model's name for clients; a request that names no model is for it, too.
         encode: tokenizes a prompt, with the tokenizer's special tokens.
-        default_max_tokens: of a request that sets no `max_tokens`; less where less fits.
-        seeds: of requests that set none.
-        marks_of: the marks of a prompt in a namespace; from any thread.
+        default_max_tokens: the `max_tokens` of a request that sets none; less where less fits.
+        seeds: draws the seeds of requests that set none.
+        marks_of: computes the marks of a prompt in a namespace; for any thread.
     """
 
     model_name: str
@@ -56,17 +56,17 @@ class Validator:
         caller: Caller = ANYBODY,
         prompt: Prompt | None = None,
     ) -> None:
-        """Checks all that takes no time: everything but what the prompt's tokens decide.
+        """Check all that is quick: everything that does not depend on the prompt's tokens.
 
         Args:
-            message: without a prompt, if that is given beside it.
-            limits: of the workers.
-            caller: who sends it.
-            prompt: None: the message has it.
+            message: the client's message; it has no prompt if `prompt` is given.
+            limits: the workers' limits.
+            caller: the client that sends it.
+            prompt: the prompt; None: it is in the message.
 
         Raises:
-            InvalidField: names the field that cannot be served as it is.
-            NotPermitted: names the field that the caller may not set so.
+            InvalidField: a field cannot be served as it is; the error names it.
+            NotPermitted: the caller may not set a field so; the error names it.
         """
         self._check_envelope(message)
         if message.priority < 0 and not caller.may(Right.PRIORITIES):
@@ -85,14 +85,14 @@ class Validator:
         turn: Turn | None = None,
         cache_salt: str | None = None,
     ) -> GenerationRequest:
-        """The request with every field concrete; safe to call from any thread.
+        """Make the request with every field concrete; safe to call from any thread.
 
-        The arguments are those of `check`, the turn of a session that it is, and that session's
-        cache salt; None: the message's.
+        The arguments are those of `check`, and for a session's request its turn and the session's
+        cache salt. If `cache_salt` is None, the message's is used.
 
         Raises:
-            InvalidField: names the field that cannot be served as it is.
-            NotPermitted: names the field that the caller may not set so.
+            InvalidField: a field cannot be served as it is; the error names it.
+            NotPermitted: the caller may not set a field so; the error names it.
         """
         prompt = prompt or prompt_of(message, self.encode)
         self.check(message, limits, caller, prompt)
@@ -120,7 +120,7 @@ class Validator:
         )
 
     def _check_envelope(self, message: inference_pb2.GenerateRequest) -> None:
-        """Checks the request id, the salt and the model."""
+        """Check the request id, the salt and the model."""
         _check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
         _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
         if message.model not in ("", self.model_name):
@@ -133,7 +133,7 @@ class Validator:
         prompt_tokens: int,
         limits: RequestLimits,
     ) -> int:
-        """The client's `max_tokens`, or the default, less where less fits after the prompt."""
+        """The client's `max_tokens`, or the default, cut to the room after the prompt."""
         limits.check_prompt(prompt_field, prompt_tokens)
         room = limits.most_tokens - prompt_tokens
         if not params.HasField("max_tokens"):
@@ -157,7 +157,7 @@ def _check_bytes(field: str, text: str, most: int) -> None:
 
 
 def _check_queueable(prompt_field: str, prompt_tokens: int, caller: Caller) -> None:
-    """Refuses a prompt that the caller may never have: to try again would not help."""
+    """Refuse a prompt that exceeds the caller's limit alone: a retry would not help."""
     most = caller.max_queued_prompt_tokens
     if most is not None and prompt_tokens > most:
         raise InvalidField(
@@ -185,6 +185,6 @@ def _check_total(prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> 
 
 
 def fingerprint(message: inference_pb2.GenerateRequest) -> bytes:
-    """A digest of the message as the client sent it."""
+    """The digest of the message as the client sent it."""
     body = message.SerializeToString(deterministic=True)
     return hashlib.blake2b(body, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The messages that a client is sent, from the events of its request."""
+"""The messages that a client receives, made from the events of its request."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class EventBytes:
     """The `Form` of a gRPC stream: each event is a GenerateResponse, serialized.
 
     Args:
-        request_id: of the request whose events they are.
+        request_id: the id of the request whose events they are.
     """
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._plain = inference_pb2.GenerateResponse(request_id=request_id)
-        """Nearly all events are a delta of one token: this one is filled in anew for each."""
+        """The message that is refilled for each delta without logprobs: nearly all events."""
 
     def __call__(self, event: Event) -> bytes:
-        """The bytes of an event."""
+        """Serialize an event."""
         if isinstance(event, Delta):
             if event.prompt_logprobs or (event.tokens and event.tokens[0].logprob is not None):
                 response = self._response(delta=_DELTA.to_message(event))

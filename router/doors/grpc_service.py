@@ -32,7 +32,7 @@ from kvrelay.v1 import inference_pb2_grpc
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves `kvrelay.v1.InferenceService`; inference.proto describes each call."""
+    """The servicer of `kvrelay.v1.InferenceService`; inference.proto describes each call."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, raw: bytes, context: grpc.aio.ServicerContext
     ) -> None:
-        """Streams a request's events, from the first, to one more reader."""
+        """Stream a request's events, from the first, to one more reader."""
         deadline = _deadline(context)
         read = [functools.partial(self._ask, raw)]
         del raw  # up to 16 MiB, which nobody needs while the request is live
@@ -83,14 +83,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Abort(  # noqa: N802
         self, message: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
-        """Ends a live request."""
+        """End a live request."""
         return pb.AbortResponse(aborted=self._live.abort(current_caller(), message.request_id))
 
     @with_status
     async def Tokenize(  # noqa: N802
         self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
-        """Token ids of a text."""
+        """Tokenize a text."""
         add = not message.HasField("add_special_tokens") or message.add_special_tokens
         num_bytes = message.ByteSize()
         self._reader.check_size("text", num_bytes)
@@ -103,7 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(  # noqa: N802
         self, raw: bytes, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
-        """Text of token ids."""
+        """Make the text of token ids."""
         message = self._reader.detokenize_request(raw)
         skip = not message.HasField("skip_special_tokens") or message.skip_special_tokens
         check_token_ids("input_ids", message.input_ids, self._fleet.limits().vocab_size)
@@ -116,7 +116,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(  # noqa: N802
         self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        """The served model, as its workers know it."""
+        """Return the served model, as its workers know it."""
         limits = self._fleet.limits()
         endpoint = self._fleet.known[0]
         return pb.GetModelInfoResponse(
@@ -131,20 +131,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, message: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        """This router's version and state, and its workers."""
+        """Return this router's version and state, and its workers."""
         return self._info.message(current_caller())
 
     async def GetLoads(  # noqa: N802
         self, message: pb.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetLoadsResponse:
-        """The workers' load."""
+        """Return the workers' load."""
         return pb.GetLoadsResponse(workers=self._info.workers(current_caller()))
 
     @with_status
     async def OpenSession(  # noqa: N802
         self, message: pb.OpenSessionRequest, context: grpc.aio.ServicerContext
     ) -> pb.OpenSessionResponse:
-        """Begins a session of the caller's."""
+        """Open a session for the caller."""
         self._reader.check_size("history", message.ByteSize())
         session = await self._adoption.open(current_caller(), message)
         return pb.OpenSessionResponse(
@@ -157,14 +157,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def CloseSession(  # noqa: N802
         self, message: pb.CloseSessionRequest, context: grpc.aio.ServicerContext
     ) -> pb.CloseSessionResponse:
-        """Ends a session of the caller's."""
+        """Close a session of the caller."""
         self._sessions.close(current_caller(), message.session_id)
         return pb.CloseSessionResponse()
 
     async def GetSessions(  # noqa: N802
         self, message: pb.GetSessionsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetSessionsResponse:
-        """The caller's sessions."""
+        """List the caller's sessions."""
         return pb.GetSessionsResponse(sessions=self._info.sessions(current_caller()))
 
     def _ask(self, raw: bytes, limits: RequestLimits) -> IncomingRequest:
@@ -177,12 +177,12 @@ def _form(request: GenerationRequest) -> Form:
 
 
 def _traceparent(context: grpc.aio.ServicerContext) -> str | None:
-    """What the client has sent of its trace; W3C wants several to be ignored."""
+    """The client's `traceparent` header; None if there are several, which W3C wants ignored."""
     sent = [value for key, value in context.invocation_metadata() or () if key == HEADER]
     return sent[0] if len(sent) == 1 and isinstance(sent[0], str) else None
 
 
 def _deadline(context: grpc.aio.ServicerContext) -> float | None:
-    """When the call ends, on the clock of `time.monotonic`; None: its client set no deadline."""
+    """The end of the call on the clock of `time.monotonic`; None: its client set no deadline."""
     seconds = context.time_remaining()
     return None if seconds is None else time.monotonic() + seconds

@@ -1,6 +1,6 @@
-"""Makes messages of the bytes that clients send, and refuses by their size what cannot be served.
+"""Messages parsed from clients' bytes, and refusals by size.
 
-What is refused here costs nothing: it is neither parsed nor tokenized.
+A refusal here is cheap: the message is neither parsed nor tokenized.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from kvrelay.v1 import inference_pb2 as pb
 
 _PARSED_ANYWAY_BYTES: Final = 64 << 10
 _MAX_REST_BYTES: Final = 1 << 20
-"""Of a request without its prompt; the largest that the router takes has a fifth of this."""
+"""The most bytes of a request without its prompt; the largest valid one has a fifth of this."""
 _MAX_ID_BYTES: Final = 6
-"""Of one token id in a message: a number of up to five bytes, and a tag where it is not packed."""
+"""The most bytes of a token id: a number of up to five, and a tag where it is not packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageReader:
-    """Reads clients' messages.
+    """A reader of clients' messages, with bounds.
 
     Args:
-        max_message_bytes: of one message.
-        longest_token_bytes: no token stands for more bytes of text; None: there is no such bound.
+        max_message_bytes: the most bytes of one message.
+        longest_token_bytes: the most bytes of text that one token stands for; None: no such bound.
     """
 
     max_message_bytes: int
     longest_token_bytes: int | None
 
     def generate_request(self, raw: bytes, limits: RequestLimits) -> pb.GenerateRequest:
-        """The message.
+        """Parse a GenerateRequest.
 
         Raises:
-            InvalidField: it cannot be served, whatever it says, or it is no such message.
+            InvalidField: it is too large to be served, or it is no such message.
         """
         try:
             self._check_parts(measure_parts(raw), len(raw), limits)
@@ -50,7 +50,7 @@ class MessageReader:
         return message
 
     def detokenize_request(self, raw: bytes) -> pb.DetokenizeRequest:
-        """The message.
+        """Parse a DetokenizeRequest.
 
         Raises:
             InvalidField: it has more than `MAX_TEXT_TOKENS`, or it is no such message.
@@ -66,7 +66,7 @@ class MessageReader:
         return message
 
     def check_size(self, field: str, num_bytes: int) -> None:
-        """Raises `InvalidField` for this field if a message has too many bytes."""
+        """Raise `InvalidField` for this field if a message has too many bytes."""
         if num_bytes > self.max_message_bytes:
             raise InvalidField(
                 field,

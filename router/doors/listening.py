@@ -1,4 +1,4 @@
-"""How the router's gRPC listeners are opened, and closed with everything else."""
+"""The start of the router's gRPC listeners, and their end with everything else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.net.tls import TlsFiles
 from kvrelay.router.errors import StartError
 
 STOP_GRACE_SECONDS = 2.0
-"""For the last statuses to reach their clients."""
+"""Seconds for the last statuses to reach their clients."""
 
 
 async def listen(
@@ -21,7 +21,7 @@ async def listen(
     files: TlsFiles | None,
     what: str,
 ) -> str:
-    """Starts the server, which `undo` stops; its address with the real port."""
+    """Start the server, which `undo` stops; return its address with the real port."""
     host, _ = host_and_port(address)
     try:
         port = bind(server, address, files)
@@ -33,7 +33,7 @@ async def listen(
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of ``host:port``. Raises StartError."""
+    """Split ``host:port``. Raises StartError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise StartError(f"{address!r} is not an address: must be host:port")

@@ -1,7 +1,7 @@
-"""Messages as bytes: which methods take or answer them so, and the size of a request's parts.
+"""Messages as bytes: the methods that take or answer them so, and the size of a request's parts.
 
-Parsing holds up the event loop: 16 MiB of token ids take 70 ms. So a message that
-cannot be served is refused by the size of its parts.
+Parsing blocks the event loop: 16 MiB of token ids take 70 ms. So a message that cannot be served is
+refused by the size of its parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpc
 from kvrelay.v1 import inference_pb2
 
 _MAX_FIELDS: Final = 64
-"""At the top of a message; a GenerateRequest has six."""
+"""The most fields at the top of a message; a GenerateRequest has six."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_SIZES: Final = {_FIXED64: 8, _FIXED32: 4}
 _FIELDS: Final = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
@@ -25,7 +25,7 @@ _INPUT_IDS: Final = _FIELDS["input_ids"].number
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Bytes of a GenerateRequest's parts."""
+    """The bytes of a GenerateRequest's parts."""
 
     text: int
     input_ids: int
@@ -33,7 +33,7 @@ class PartBytes:
 
 
 def measure_parts(raw: bytes) -> PartBytes:
-    """The bytes of a serialized GenerateRequest's parts.
+    """Measure the parts of a serialized GenerateRequest.
 
     Raises:
         ValueError: it is malformed, or has more fields than any client would send.
@@ -75,11 +75,11 @@ def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
 
 
 class RawMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Gives the handlers of some methods the bytes of a request in place of the message.
+    """An interceptor that gives the handlers of some methods a request's bytes, unparsed.
 
     Args:
         taken: the methods.
-        answered: those of them that answer with bytes, too.
+        answered: the methods among them that answer with bytes, too.
     """
 
     def __init__(self, taken: Set[str], answered: Set[str]) -> None:
@@ -91,7 +91,7 @@ class RawMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler, with nothing that parses its requests if it is one of the methods."""
+        """Return the handler, without its request parser if it is one of the methods."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or method not in self._taken:
             return handler

@@ -1,4 +1,4 @@
-"""Weighs what workers have of a prompt against what they have to do."""
+"""The order of workers by their cached prefix of a prompt and by their load."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LONGEST_HITS: Final = 4
 
 
 class Affinity:
-    """Orders the candidates for one request: a few are weighed, the others follow by load.
+    """The order of the candidates for one request: a few are scored, the others follow by load.
 
-    Weighed are the least loaded ones and those that have the longest prefixes of the prompt, each
-    by its `score` with what it has.
+    The least loaded candidates and those with the longest cached prefixes of the prompt are scored
+    (`score`).
 
     Args:
-        prefixes: that the workers have.
+        prefixes: the prefixes that the workers have cached.
     """
 
     def __init__(self, prefixes: KnownPrefixes) -> None:
@@ -32,11 +32,11 @@ class Affinity:
     def order(self, role: WorkerRole, ranking: Ranking, demand: Demand) -> Iterator[Candidate]:
         """The candidates that can hold the request, the best first, and suspects last.
 
-        Nothing may be ranked before the iteration ends.
+        The ranking must not change before the iteration ends.
 
         Args:
-            role: of all of them.
-            ranking: of them by load alone.
+            role: the role of all candidates.
+            ranking: the candidates by load alone.
             demand: the request's.
         """
         by_load = ranking.holding(demand.tokens_of(role), demand.suspects)
@@ -50,7 +50,7 @@ class Affinity:
         yield from (one for one in by_load if one.incarnation not in few)
 
     def _longest(self, role: WorkerRole, ranking: Ranking, demand: Demand) -> list[Candidate]:
-        """Those that have the longest prefixes of the prompt; no suspects."""
+        """The candidates with the longest cached prefixes of the prompt; no suspects."""
         if not demand.marks:
             return []
         tokens = demand.tokens_of(role)

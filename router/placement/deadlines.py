@@ -1,4 +1,4 @@
-"""Keeps requests from workers that are too late for their deadlines; refuses them if all are."""
+"""Deadline checks: placement on workers in time for a deadline, and refusal if none is."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.speeds import StepSpeeds
 
 _ASKED: Final = 32
-"""Workers of each role, those that placement would choose first: a choice must not take long."""
+"""The workers of each role to compare, the best of placement first: the check must be short."""
 
 
 class DeadlineCheck:
-    """Moves a request to a worker that has its first token in time, before workers hear of it.
+    """The choice, before submission, of a worker that has the first token in time.
 
-    Only the first token counts: a client may want what comes before its deadline, and nobody
-    knows how much output there will be. Workers are compared by what they have of this prompt;
-    what they had of others lately, of whichever tenant, only keeps it from being refused.
+    Only the first token counts: a client may want the output up to its deadline, and nobody knows
+    the output's length. Workers are compared by their cached prefix of this prompt. Their latest
+    hit rate on other prompts, of any tenant, can only prevent a refusal.
 
     Args:
         fleet: the workers.
-        margin: so many times what a deadline leaves may be expected; 0: nothing is checked.
+        margin: the most expected seconds, in multiples of the time that the deadline leaves; 0: no
+            check.
     """
 
     def __init__(self, fleet: Fleet, margin: float) -> None:
@@ -39,15 +40,15 @@ class DeadlineCheck:
     def place(
         self, request: GenerationRequest, placement: Placement, deadline: float | None
     ) -> Placement:
-        """The same placement if its first token is expected in time, else the soonest one.
+        """Return the placement if its first token is expected in time, else the soonest one.
 
         Args:
             request: about to be submitted.
-            placement: that was chosen for it, whatever its deadline.
-            deadline: of its call, on the clock of `time.monotonic`; None: it has none.
+            placement: the choice made without regard to the deadline.
+            deadline: the call's, on the clock of `time.monotonic`; None: it has none.
 
         Raises:
-            DeadlineTooNear: even the soonest is too late, by far.
+            DeadlineTooNear: even the soonest placement is later than the margin allows.
         """
         if deadline is None or not self._margin:
             return placement
@@ -81,9 +82,10 @@ class DeadlineCheck:
         *,
         hopeful: bool = False,
     ) -> ExpectedPrompt:
-        """What the prompt is expected to take there, with these speeds if none are known.
+        """The expected time of the prompt on a worker; `speeds` stand in for unknown ones.
 
-        Hopeful: as if it and those before it were cached as well as the luckiest one lately.
+        With `hopeful`, this prompt and those before it count as cached as well as the luckiest one
+        lately.
         """
         marks = demand.reusable_on(link.endpoint.role)
         cached = self._fleet.prefixes.hit_tokens(link.endpoint.incarnation, marks)

@@ -1,4 +1,4 @@
-"""What an attempt needs of its workers."""
+"""The demands of an attempt on its workers."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from kvrelay.wire.worker_info import WorkerRole
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an attempt needs of its workers, and what is held against some of them."""
+    """The demands of an attempt on its workers, and the suspicions against some of them."""
 
     input_tokens: int
-    """To be computed before the first output."""
+    """Tokens to be computed before the first output token."""
     total_tokens: int
-    """With all the output that there can be."""
+    """Input tokens and the longest possible output."""
     suspects: Set[str] = frozenset()
     """Incarnations that earlier attempts have failed with: chosen only if there is no other."""
     marks: PromptMarks = field(default_factory=dict)
-    """Of the prompt: who has its prefixes is preferred to others that are about as loaded."""
+    """The prompt's marks; workers that have its prefixes are preferred at about equal load."""
     in_full_on: Set[WorkerRole] = frozenset()
-    """The roles whose workers reuse nothing for the prompt, if they compute it."""
+    """The roles whose workers reuse no cached KV for the prompt, if they compute it."""
     computed_by: str = ""
-    """The one incarnation that may compute the prompt; empty: any may."""
+    """The only incarnation that may compute the prompt; empty: any may."""
     failed_by: WorkerRole | None = None
-    """Whose computing the prompt has failed, perhaps: the other role is to compute it."""
+    """The role that may have failed to compute the prompt: the other role is to compute it."""
 
     home: str = ""
     """The incarnation that may have the KV of the request's session; empty: none has."""
     kept_tokens: int = 0
-    """Of the input, that it is expected to have."""
+    """Tokens of the input that `home` is expected to have."""
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Demand:
-        """Of the first attempt at a request."""
+        """The demand of the first attempt at a request."""
         in_full = in_full_on(request.params.prompt_logprobs)
         return cls.of_retry(request, 0, in_full)
 
@@ -45,7 +45,7 @@ class Demand:
     def of_retry(
         cls, request: GenerationRequest, emitted: int, in_full_on: Set[WorkerRole]
     ) -> Demand:
-        """Of an attempt at a request, by which earlier ones have emitted so many tokens."""
+        """The demand of a retry after earlier attempts have emitted `emitted` tokens."""
         tokens = len(request.input_ids) + emitted
         turn, home, kept = request.turn, "", 0
         if turn is not None and turn.home:
@@ -64,11 +64,11 @@ class Demand:
         return self.kept_tokens if self.home == incarnation else 0
 
     def tokens_of(self, role: WorkerRole) -> int:
-        """Tokens that a worker of a role comes to hold for it."""
+        """Tokens that a worker of a role comes to hold for the attempt."""
         return self.input_tokens if role is WorkerRole.PREFILL else self.total_tokens
 
     def reusable_on(self, role: WorkerRole) -> PromptMarks:
-        """The marks of what a worker of this role need not compute, if it computes the prompt."""
+        """The marks of prefixes that a worker of this role may reuse, if it computes the prompt."""
         return NO_MARKS if role in self.in_full_on else self.marks
 
     def trusts(self, worker: Candidate) -> bool:

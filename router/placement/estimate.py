@@ -1,4 +1,4 @@
-"""When a worker is expected to have computed a prompt: from its queue and its learnt speeds."""
+"""The expected time to compute a prompt, from a worker's queue and learnt speeds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class ExpectedPrompts:
 
     role: WorkerRole
     load: WorkerLoad
-    """As the worker reported it last."""
+    """The worker's latest reported load."""
     sent: Sequence[int] = ()
-    """Tokens of each prompt that was sent to the worker since then."""
+    """Tokens of each prompt that was sent to the worker since that report."""
     backlog_tokens: float = math.inf
-    """No more than these are left to compute, of all in `by_size`."""
+    """An upper bound on the tokens left to compute of all prompts in `by_size`."""
 
     @property
     def by_size(self) -> Sequence[int]:
-        """The prompts that the worker has reported, and those that it was sent since then.
+        """The prompts that the worker has reported, and those sent to it since, by size.
 
-        As in `WorkerLoad.prompts_by_size`.
+        The form is that of `WorkerLoad.prompts_by_size`.
         """
         reported, sent = self.load.prompts_by_size, sum_by_size(self.sent)
         return [sum(both) for both in zip_longest(reported, sent, fillvalue=0)]
@@ -36,33 +36,33 @@ class ExpectedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompt:
-    """What the computation of a prompt is expected to take on one worker."""
+    """The expected time of a prompt's computation on one worker."""
 
     queue_seconds: float
-    """For prompts that are computed before it, or beside it."""
+    """Seconds for prompts that are computed before it, or beside it."""
     prompt_seconds: float
-    """For its own tokens."""
+    """Seconds for its own tokens."""
 
     @property
     def seconds(self) -> float:
-        """Until its first token."""
+        """Seconds until its first token."""
         return self.queue_seconds + self.prompt_seconds
 
 
 def expect_prompt(
     queue: ExpectedPrompts, tokens: int, priority: int = 0, cached_tokens: int = 0
 ) -> ExpectedPrompt:
-    """What a prompt is expected to take on a worker; nothing, if that has measured no prompts.
+    """Estimate a prompt's time on a worker; zero if it has measured no prompts.
 
-    It is rather too little than too much. A worker that does reuse prefixes is taken to reuse
-    as much as it did of the luckiest of the latest prompts, as the router may not know
-    what it has of this one; and nothing else waits before a prompt with a priority.
+    The estimate is rather too low than too high. A worker that reuses prefixes is assumed to reuse
+    as much as of the luckiest of the latest prompts. The router may not know what the worker has
+    cached of this one. A prompt with a priority is assumed to wait for no other.
 
     Args:
-        queue: of the worker.
-        tokens: of the prompt, one or more.
-        priority: of its request.
-        cached_tokens: of the prompt, that the worker is known to have.
+        queue: the worker's.
+        tokens: the prompt's length, at least 1.
+        priority: the request's.
+        cached_tokens: tokens of the prompt that the worker is known to have.
     """
     load = queue.load
     speeds, computed_share = load.speeds, 1 - load.reused_share
@@ -76,7 +76,7 @@ def expect_prompt(
         return ExpectedPrompt(0.0, prompt_seconds)
     ahead = tokens_ahead(queue.by_size, tokens) * computed_share
     ahead = math.ceil(min(ahead, queue.backlog_tokens))
-    # They are taken to be as long as this one, and so to attend to as much each.
+    # They are assumed to be as long as this one, so each attends to as many tokens.
     pairs = ahead * work.prompt_pairs // max(own, 1)
     return ExpectedPrompt(
         speeds.seconds_of(StepWork(ahead, pairs, rows)) if ahead else 0.0, prompt_seconds
@@ -84,29 +84,30 @@ def expect_prompt(
 
 
 def tokens_ahead(by_size: Sequence[int], tokens: int) -> int:
-    """Tokens that are computed before the last one of a prompt of so many that comes now.
+    """Tokens computed before the last one of a new prompt of `tokens` tokens.
 
-    A worker gives half of each step to the prompt whose turn it is and the rest to the
-    shortest. So all that are not longer come before it, and of longer ones as much as
-    is computed beside these and itself. The lengths of one size are taken to lie evenly.
+    A worker gives half of each step to the prompt whose turn it is and the rest to the shortest. So
+    all prompts that are not longer come before it. The same steps compute as many tokens of longer
+    prompts, if there are as many. The lengths within one size are assumed to be spread evenly.
 
     Args:
-        by_size: as in `WorkerLoad.prompts_by_size`.
-        tokens: of the prompt, one or more.
+        by_size: see `WorkerLoad.prompts_by_size`.
+        tokens: the prompt's length, at least 1.
     """
     size = tokens.bit_length() - 1
-    part = (tokens + 1) / (1 << size) - 1  # of its own size's range that is not longer
+    part = (tokens + 1) / (1 << size) - 1  # the part of its own size's range that is not longer
     like_it = by_size[size] if size < len(by_size) else 0
-    # They have as large a part of the prompts as of the range, and less of the tokens.
+    # The same part of that size's prompts is not longer, with a smaller part of the tokens.
     shorter = sum(by_size[:size]) + math.ceil(like_it * part * (1 + part) / 2)
     return shorter + min(sum(by_size) - shorter, shorter + tokens)
 
 
 def most_tokens_ahead(by_size: Sequence[int], tokens: int) -> int:
-    """As `tokens_ahead`, but all prompts of its own size come first.
+    """An upper bound for `tokens_ahead`: all prompts of its own size come first.
 
-    So it is where all prompts are equally long. Where they are not, it is too much for every
-    worker, which does not matter to a choice among them; too little on one of them does.
+    The bound is exact where all prompts are equally long. Elsewhere it is too high for every
+    worker, which does not matter to a choice among workers. Too low an estimate for one of them
+    would.
     """
     size = tokens.bit_length()
     first = sum(by_size[:size])

@@ -25,35 +25,36 @@ class Placement:
     """The workers that serve one attempt."""
 
     decode: WorkerLink
-    """Generates the output."""
+    """The worker that generates the output."""
     prefill: WorkerLink | None
-    """Computes the input and hands it over; None: `decode` computes it, too."""
+    """The worker that computes the input and hands it over; None: `decode` computes it, too."""
     reason: Reason = Reason.NO_CHOICE
-    """Why the one of them computes the input."""
+    """Why this worker computes the input."""
     lent_tokens: int = 0
-    """Of the input, that `prefill` has or is expected to read from `decode`."""
+    """Tokens of the input that `prefill` has, or is expected to read from `decode`."""
 
     @property
     def computes_prompt(self) -> WorkerLink:
-        """Computes the input."""
+        """The worker that computes the input."""
         return self.prefill or self.decode
 
     @property
     def links(self) -> tuple[WorkerLink, ...]:
-        """The links to all of them."""
+        """The links to all workers of the placement."""
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
 
 class Fleet:
-    """Keeps one link to every incarnation that discovery lists.
+    """The links to all incarnations that discovery lists, one each.
 
     Args:
         discovery: lists the workers.
         make_link: makes a link, which calls its second argument with itself when its readiness or
             its load has changed.
         prefixes: what is known of the workers' cached prefixes.
-        decodes_alone: decode workers compute prompts, too, where that seems best.
-        itl_target: seconds that a step of theirs may take with prompts; None: as they have learnt.
+        decodes_alone: whether decode workers compute prompts, too, where that seems best.
+        itl_target: seconds that a decode worker's step with prompts may take; None: its learnt
+            bound.
     """
 
     def __init__(
@@ -66,25 +67,23 @@ class Fleet:
         itl_target: float | None = None,
     ) -> None:
         self.prefixes = prefixes
-        """What is known of the workers' cached prefixes."""
+        """The workers' known cached prefixes."""
         self._decodes_alone = decodes_alone
         self._itl_target = itl_target
         self._discovery = discovery
         self._make_link = make_link
-        self._links: dict[str, WorkerLink] = {}  # by incarnation, as are the tasks
+        self._links: dict[str, WorkerLink] = {}  # by incarnation, like the tasks
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._awaited: tuple[WorkerInfo, ...] = ()
         self._known: list[WorkerInfo] = []
-        self._limits: RequestLimits | None = (
-            None  # of `_known`; None: there is none, or nobody has asked
-        )
-        self._prospects: Prospects | None = None  # None: who takes requests has changed
+        self._limits: RequestLimits | None = None  # of `_known`; None: not computed
+        self._prospects: Prospects | None = None  # None: not computed
         self._placer = Placer(prefixes, decodes_alone=decodes_alone)
         self.model = ServedModel()
-        """Which workers may serve."""
+        """The served model, and the workers that may serve it."""
         self.changes = Notifier()
-        """Notified when the list of workers has changed, or who of them may be chosen."""
+        """Notified when the list of workers has changed, or which of them may be chosen."""
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -94,12 +93,12 @@ class Fleet:
     def prompt_links_for(self, demand: Demand, most: int) -> list[WorkerLink]:
         """The links to the best workers that can take a request's prompt to compute now.
 
-        Decode workers only while they are idle: else they compute prompts in small chunks, if at
-        all.
+        Decode workers are among them only while idle: else they compute prompts in small chunks, if
+        at all.
 
         Args:
             demand: what the request needs.
-            most: workers of each role.
+            most: the most workers of each role.
         """
         return [
             self._links[one.incarnation]
@@ -109,26 +108,28 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """A prefill and a decode worker, or one that needs no other, can take requests."""
+        """Whether a prefill and a decode worker, or one that needs no other, can take requests."""
         return self._placer.pairs_ready or self._placer.one_alone_ready
 
     @property
     def known(self) -> Sequence[WorkerInfo]:
-        """The workers that have loaded the served model: the listed ones, ready or not, and as they
-        were those that are being replaced."""
+        """The workers that have loaded the served model.
+
+        They are the listed ones, ready or not, and the former ones that are being replaced.
+        """
         return self._known
 
     def forget_session(self, incarnation: str, name: str) -> None:
-        """Tells a worker, if it is still listed, to keep nothing of a session."""
+        """Tell a worker, if it is still listed, to keep nothing of a session."""
         link = self._links.get(incarnation)
         if link is not None:
             link.forget_session(name)
 
     def limits(self) -> RequestLimits:
-        """Bounds on a request with the known workers.
+        """Bounds on a request, by the known workers.
 
         Raises:
-            Unavailable: a role has none; says why it has none that serves.
+            Unavailable: a role has no worker; the error says why none serves.
         """
         if self._limits is None:
             try:
@@ -138,10 +139,10 @@ class Fleet:
         return self._limits
 
     def expects(self, demand: Demand) -> bool:
-        """Whether workers that are on their way could take a request that `place` refuses now.
+        """Whether expected workers could take a request that `place` refuses now.
 
-        On their way are those that are being replaced, and those that are listed and
-        cannot be reached yet, or any more.
+        Expected are the workers that are being replaced, and listed ones that cannot be reached
+        yet, or any more.
         """
         if self._prospects is None:
             links = [link for link in self._links.values() if not link.refusal]
@@ -156,11 +157,11 @@ class Fleet:
         return self._prospects.promise(demand)
 
     def place(self, demand: Demand) -> Placement:
-        """Chooses the workers for an attempt; see `Placer.choose`.
+        """Choose the workers for an attempt; see `Placer.choose`.
 
         Raises:
-            Unavailable: no ready workers can hold it; names the role that is missing, and
-                why a decode worker reads from no prefill worker.
+            Unavailable: no ready workers can hold it. The error names the missing role, and why a
+                decode worker reads from no prefill worker.
         """
         chosen = self._placer.choose(demand)
         if isinstance(chosen, Shortage):
@@ -172,7 +173,7 @@ class Fleet:
         return self._decide(demand, self._links[prefill.incarnation], decode)
 
     def _decide(self, demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> Placement:
-        """Chooses who of a pair computes the input."""
+        """Choose the worker of a pair that computes the input."""
         if not self._decodes_alone:
             return Placement(decode, prefill, Reason.MODE)
         if demand.computed_by:
@@ -188,7 +189,7 @@ class Fleet:
 
     @staticmethod
     def _avoided(demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> WorkerRole | None:
-        """Who of a pair is not to compute the input, as earlier attempts have failed."""
+        """The role in a pair that must not compute the input, after earlier failures."""
         suspects = [one for one in (prefill, decode) if one.endpoint.incarnation in demand.suspects]
         if len(suspects) == 1:
             return suspects[0].endpoint.role
@@ -211,7 +212,7 @@ class Fleet:
         return Unavailable(f"no {missing} worker that could hold the request is ready{why}")
 
     async def run(self) -> None:
-        """Follows discovery until cancelled; then every link is closed."""
+        """Follow discovery until cancelled; then close every link."""
         try:
             while True:
                 self._awaited = tuple(self._discovery.awaited())
@@ -250,7 +251,7 @@ class Fleet:
             self.changes.notify_all()
 
     def _rank(self, link: WorkerLink) -> bool:
-        """Tells the placer what has become of a worker; returns what the placer says."""
+        """Pass a worker's changed state to the placer; return what the placer returns."""
         role = link.endpoint.role
         if _takes_requests(link):
             return self._placer.put(role, link.candidate)
@@ -267,7 +268,7 @@ def _takes_requests(link: WorkerLink) -> bool:
 
 
 def _lent(side: Side, prefill: WorkerLink, decode: WorkerLink, demand: Demand) -> Side:
-    """A prefill worker that may read from a decode worker what that one's session has."""
+    """The prefill side, which may read the session's KV from the decode worker."""
     kept, incarnation = demand.kept_on(decode.endpoint.incarnation), prefill.endpoint.incarnation
     if not kept:
         return side

@@ -1,8 +1,8 @@
-"""What the router knows of the workers' cached prefixes: which worker has which, about.
+"""The router's approximate knowledge of the workers' cached prefixes.
 
-It learns from the workers' updates, and expects a prompt to be where it has sent it until
-that attempt ends. It may be wrong: then a prompt is computed that was hoped to be cached,
-or one that is cached is computed again. It may also be lost and is then told anew.
+It learns from the workers' updates, and expects a prompt to be where it has sent it until that
+attempt ends. It may be wrong: then a prompt is computed that was expected to be cached, or a cached
+one is computed again. It may also be lost; the workers then send it anew.
 """
 
 from __future__ import annotations
@@ -21,57 +21,58 @@ from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 PromptMarks: TypeAlias = Mapping[PageHashes, tuple[int, ...]]
-"""The marks of a prompt, by each way that workers hash pages: one, if their page sizes are equal.
+"""The marks of a prompt by hashing scheme: one scheme, if all workers have one page size.
 
-They are of one tenant and salt, and so match no other's."""
+They belong to one tenant and salt, and so match no other's.
+"""
 
 NO_MARKS: Final[PromptMarks] = {}
 _CLEANED_AT_ONCE: Final = 4096
-"""As many as an update stores at most: cleaning keeps up."""
+"""The most marks cleaned at once, as many as an update stores at most: cleaning keeps up."""
 _HASHED_AT_ONCE: Final = 256
-"""Pages, before another thread gets its turn: hashing such short pieces keeps Python's lock."""
+"""Pages hashed before another thread gets its turn: hashing such short pieces holds the GIL."""
 
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """What is known of one incarnation."""
+    """The router's knowledge of one incarnation."""
 
     bit: int
-    """Its own, in the masks."""
+    """The worker's own bit in the masks."""
     role: WorkerRole
     hashes: PageHashes
     next_number: int = 0
     lacks_updates: bool = False
-    """An update was missed: it was asked to tell all anew."""
+    """Whether an update was missed: the worker was asked to send all anew."""
     forgotten: bool = False
-    """It is lost, or has begun to tell all anew: nothing is expected of this one any more."""
+    """Whether it is lost, or has begun to send all anew: nothing is expected of it any more."""
     marks: dict[int, bool] = field(default_factory=dict)
-    """Whether it has told them itself; else they are expected."""
+    """The worker's marks; True: the worker has reported it, False: it is only expected."""
     expected: dict[int, int] = field(default_factory=dict)
-    """For how many prompts that have not ended a mark is expected, though it may be forgotten."""
+    """The number of unfinished prompts for which a mark is expected, even if it was forgotten."""
 
     def drop(self, mark: int) -> bool:
-        """Has a mark no more; returns whether it had it."""
+        """Drop a mark; return whether it was there."""
         return self.marks.pop(mark, None) is not None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExpectedMarks:
-    """The marks of a prompt that was sent to a worker, as that was known then."""
+    """The marks of a prompt that was sent to a worker, with the worker's state at that time."""
 
     worker: _Worker
     marks: tuple[int, ...]
 
 
 class KnownPrefixes:
-    """Marks of cached prefixes, each with the workers that have it.
+    """The marks of cached prefixes, each with the workers that have it.
 
-    A mark stands for all of the prefix up to it, so the longest match is found by a binary
-    search. An entry is a mark on a worker; of too many the least recently used are forgotten.
-    Use it on one thread, but for `marks_of`.
+    A mark stands for the whole prefix up to it, so the longest match is found by a binary search.
+    An entry is a mark on a worker. Above the bound, the least recently used entries are forgotten.
+    Use it on one thread, except for `marks_of`.
 
     Args:
-        most_entries: that are remembered; 0: nothing is.
+        most_entries: the most entries that are remembered; 0: none.
     """
 
     def __init__(self, most_entries: int) -> None:
@@ -88,28 +89,28 @@ class KnownPrefixes:
 
     @property
     def num_entries(self) -> int:
-        """What is remembered; from any thread."""
+        """The number of remembered entries; for any thread."""
         return self._num_entries
 
     def pages_of(self, num_tokens: int) -> int:
-        """The pages that `marks_of` hashes, about a microsecond each; from any thread."""
+        """The pages that `marks_of` hashes, about a microsecond each; for any thread."""
         return sum(num_tokens // hashes.page_size for hashes in self._hashes.values())
 
     def marks_of(self, input_ids: Sequence[int], namespace: str) -> PromptMarks:
-        """The marks of a prompt, for the workers that are known now; from any thread.
+        """The marks of a prompt, for the workers that are known now; for any thread.
 
-        It takes a millisecond for 16,000 tokens, and lets go of Python's lock several times in it.
+        It takes a millisecond for 16,000 tokens, and releases the GIL several times meanwhile.
         """
         kinds = list(self._hashes.values())
         return {hashes: _marks(hashes, input_ids, namespace) for hashes in kinds}
 
-    # What workers tell
+    # Updates from workers
 
     def take(self, info: WorkerInfo, update: PrefixUpdate) -> bool:
-        """Notes what a worker tells of itself.
+        """Apply a worker's update.
 
         Returns:
-            Whether it must be asked to tell all anew, because an update is missing.
+            Whether the worker must be asked to send all anew, because an update is missing.
         """
         if not self._most_entries:
             return False
@@ -130,7 +131,7 @@ class KnownPrefixes:
         return False
 
     def forget(self, incarnation: str) -> None:
-        """Knows nothing of a worker any more, until it tells all anew."""
+        """Forget all about a worker, until it sends all anew."""
         worker = self._workers.pop(incarnation, None)
         if worker is None:
             return
@@ -141,12 +142,12 @@ class KnownPrefixes:
         self._hashes = {key: one for key, one in self._hashes.items() if one in in_use}
         self._clean()
 
-    # What the router has sent
+    # Prompts that the router has sent
 
     def expect(self, incarnation: str, prompt: PromptMarks) -> ExpectedMarks | None:
-        """A prompt was sent to a worker, so its prefixes will be there.
+        """Note that a prompt was sent to a worker, so its prefixes will be there.
 
-        Returns what is expected, for `settle`; None: nothing.
+        Returns the expected marks, for `settle`; None: none.
         """
         worker = self._workers.get(incarnation)
         if worker is None:
@@ -159,9 +160,9 @@ class KnownPrefixes:
         return ExpectedMarks(worker, marks)
 
     def settle(self, expected: ExpectedMarks) -> None:
-        """A prompt that was expected on a worker has ended there.
+        """Note that a prompt that was expected on a worker has ended there.
 
-        What it has not told by now is not there, unless another prompt stands for it.
+        Drop its marks that the worker has not reported, unless another prompt still expects them.
         """
         worker = expected.worker
         if worker.forgotten:
@@ -173,7 +174,7 @@ class KnownPrefixes:
             elif worker.marks.get(mark) is False:
                 self._remove(worker, mark)
 
-    # What placement asks
+    # Queries of placement
 
     def longest(
         self,
@@ -185,9 +186,9 @@ class KnownPrefixes:
         """The workers of a role that have the longest prefixes of a prompt, and their tokens.
 
         Args:
-            role: of the workers.
+            role: the workers' role.
             prompt: its marks.
-            most_workers: of those that have as long a prefix as each other, random ones.
+            most_workers: the most workers; among equally long prefixes they are drawn at random.
             may_be: whether an incarnation may be among them.
         """
         found: dict[str, int] = {}
@@ -205,7 +206,7 @@ class KnownPrefixes:
         return found
 
     def hit_tokens(self, incarnation: str, prompt: PromptMarks) -> int:
-        """The tokens of a prompt whose KV a worker has, as far as is known."""
+        """The tokens of a prompt whose KV a worker is known to have."""
         worker = self._workers.get(incarnation)
         marks = prompt.get(worker.hashes) if worker is not None else None
         if worker is None or not marks:
@@ -213,7 +214,7 @@ class KnownPrefixes:
         return self._match(marks, worker.bit, len(marks)) * worker.hashes.mark_tokens
 
     def _match(self, marks: Sequence[int], mask: int, most: int) -> int:
-        """How many of the first `most` marks, from the start, any worker of a mask has."""
+        """Count the first of `most` marks, from the start, that any worker of a mask has."""
         masks, low, high = self._masks, 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -224,7 +225,7 @@ class KnownPrefixes:
         return low
 
     def _incarnations(self, mask: int) -> Iterator[str]:
-        """The workers of a mask, from a random one on."""
+        """Iterate over the workers of a mask, from a random one on."""
         start = random.randrange(mask.bit_length())  # noqa: S311 (no secret)
         for part in (mask >> start << start, mask & ((1 << start) - 1)):
             while part:
@@ -277,7 +278,7 @@ class KnownPrefixes:
             del self._masks[mark]
 
     def _clean(self) -> None:
-        """Goes on to remove what forgotten workers had."""
+        """Remove the next marks of forgotten workers."""
         left = _CLEANED_AT_ONCE
         while self._forgotten and left > 0:
             worker = self._forgotten[-1]
@@ -298,7 +299,7 @@ class KnownPrefixes:
 
 
 def _marks(hashes: PageHashes, input_ids: Sequence[int], namespace: str) -> tuple[int, ...]:
-    """As `PageHashes.marks_of`, in pieces."""
+    """Hash the prompt like `PageHashes.marks_of`, but in pieces."""
     tokens, before, marks = token_bytes(input_ids), hashes.root(namespace), []
     step = _HASHED_AT_ONCE * hashes.page_size * 4
     for piece, start in enumerate(range(0, len(tokens), step)):

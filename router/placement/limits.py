@@ -15,23 +15,25 @@ class RequestLimits:
 
     vocab_size: int
     max_model_len: int
-    """Tokens, prompt and output together."""
+    """The most tokens of prompt and output together."""
     prefill_pool_tokens: int
-    """Of one request, on the prefill worker that takes most: prompt and output together must fit,
-    since a request that is retried brings its output as a part of the prompt."""
+    """The most tokens of one request, on the prefill worker with the most room.
+
+    Prompt and output together must fit, since a retry brings its output as a part of the prompt.
+    """
     decode_pool_tokens: int
-    """The same on the decode worker that takes most."""
+    """The most tokens of one request, on the decode worker with the most room."""
 
     @classmethod
     def of(cls, endpoints: Sequence[WorkerInfo], *, decodes_alone: bool = False) -> RequestLimits:
-        """The bounds with these workers.
+        """Compute the bounds with these workers.
 
-        With pairs and aggregated workers, the bounds of whichever take more: a
-        request runs on a pair or on an aggregated worker.
+        A request runs on a pair or on an aggregated worker, so the bounds are of the kind that
+        takes more.
 
         Args:
             endpoints: the workers.
-            decodes_alone: decode workers compute prompts, too, so they need no others.
+            decodes_alone: whether decode workers compute prompts, too, and so need no others.
 
         Raises:
             Unavailable: there is neither a prefill and a decode worker nor an aggregated one.
@@ -55,12 +57,12 @@ class RequestLimits:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that prompt and output may have together."""
+        """The most tokens of prompt and output together."""
         return min(self.max_model_len, self.decode_pool_tokens, self.prefill_pool_tokens)
 
     @property
     def reason(self) -> str:
-        """A clause that says why there may not be more than `most_tokens`."""
+        """A clause that says why `most_tokens` is the limit."""
         is_the_models = self.max_model_len == self.most_tokens
         # A request that is resumed has its output computed again on a prefill worker.
         holder = (
@@ -69,12 +71,12 @@ class RequestLimits:
         return f"{self.most_tokens} tokens is the most that {holder}"
 
     def check_prompt(self, field: str, tokens: int, *, is_exact: bool = True) -> None:
-        """Raises `InvalidField` unless at least one token of output fits after the prompt.
+        """Raise `InvalidField` unless at least one token of output fits after the prompt.
 
         Args:
-            field: of the message, that has the prompt.
-            tokens: of the prompt.
-            is_exact: it has so many; else it has at least so many.
+            field: the message's field that has the prompt.
+            tokens: the prompt's length.
+            is_exact: whether the prompt has exactly this length; else it has at least this.
         """
         if tokens >= self.most_tokens:
             number = f"{tokens} tokens" if is_exact else f"{tokens} tokens or more"
@@ -84,5 +86,5 @@ class RequestLimits:
 
 
 def _largest_pool(endpoints: Sequence[WorkerInfo], role: WorkerRole) -> int:
-    """Tokens of one request where most fit, among this role's workers; 0 if there are none."""
+    """The most tokens of one request on any worker of this role; 0: there are none."""
     return max((e.pool_tokens for e in endpoints if e.role is role), default=0)

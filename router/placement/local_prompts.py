@@ -1,4 +1,4 @@
-"""Decides whether a prefill worker computes a prompt, or the decode worker itself."""
+"""The choice of a prompt's place: a prefill worker, or the decode worker itself."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from kvrelay.router.placement.estimate import ExpectedPrompts, most_tokens_ahead
 from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork
 
 _HAND_OVER_WORTH: Final = 1.25
-"""An idle decode worker may take so many times as long as a prefill worker: nothing is handed over,
-and nobody else waits."""
+"""The most time of an idle decode worker for a prompt, in multiples of a prefill worker's.
+
+It may take longer, because nothing is handed over and nobody else waits.
+"""
 
 
 class Reason(StrEnum):
     """Why an attempt's prompt is computed where it is."""
 
     NO_CHOICE = "no_choice"
-    """No other worker that can take it is ready: this is how a cluster serves without any
-    prefill worker."""
+    """The only place: no other worker that can take the prompt is ready.
+
+    A cluster without any prefill worker serves so.
+    """
     MODE = "mode"
     """Decode workers compute no prompts: `--placement disaggregated`."""
     SUSPECT = "suspect"
-    """Earlier attempts have failed where it would be computed else."""
+    """Earlier attempts have failed at the other place."""
     IDLE = "idle"
     """The decode worker has nothing to do."""
     SOONER = "sooner"
-    """Its first token is expected there sooner."""
+    """The first token is expected here sooner."""
     UNKNOWN = "unknown"
-    """Nothing is known of the workers' speeds yet."""
+    """The workers' speeds are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +44,24 @@ class Side:
 
     queue: ExpectedPrompts
     cached_tokens: int = 0
-    """Of the prompt, that its prefix index is expected to have."""
+    """Tokens of the prompt that its prefix index is expected to have."""
     num_requests: int = 0
-    """That it has, running or waiting."""
+    """The requests that it has, running or waiting."""
     lent_tokens: int = 0
-    """Of the prompt, that it may read from the other one, whose session has them."""
+    """Tokens of the prompt that it may read from the other worker, whose session has them."""
     lent_seconds: float = 0.0
-    """Expected for reading them."""
+    """Expected seconds to read them."""
 
     @property
     def backlog_tokens(self) -> float:
-        """Tokens of prompts that it has to compute, those in steps left out."""
+        """Tokens of prompts that it has to compute, without those in steps in flight."""
         return min(sum(self.queue.by_size), self.queue.backlog_tokens)
 
     def computing_tokens(self, chunk_tokens: int) -> float:
-        """Tokens of prompts that are left of steps in flight, which compute so many each at most.
+        """Tokens of prompts still to be computed in steps in flight.
 
-        They are of prompts that have not begun to generate, and do not wait any more either. One
-        step runs, and is half done on average; the next one may be planned.
+        Each step computes `chunk_tokens` at most. Their prompts have left the queue and have not
+        begun to generate. One step runs, and is half done on average; the next one may be planned.
         """
         unwaiting = self.queue.backlog_tokens - sum(self.queue.by_size)
         if not chunk_tokens or math.isinf(unwaiting):
@@ -66,38 +70,39 @@ class Side:
         return in_flight - min(in_flight, chunk_tokens) / 2
 
     def own_tokens(self, tokens: int) -> int:
-        """Those that it would have to compute of an input of so many."""
+        """The tokens that it would have to compute of an input of `tokens`."""
         return max(tokens - self.cached_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who computes a prompt."""
+    """The choice of the worker that computes a prompt."""
 
     by_decode: bool
     reason: Reason
     lent_tokens: int = 0
-    """Of the prompt, that the prefill worker has or is expected to read: it computes the rest."""
+    """Tokens of the prompt that the prefill worker has or will read; it computes the rest."""
 
 
 def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = None) -> Decision:
-    """Let that worker compute a prompt which is expected to have its first token sooner.
+    """Choose the worker that is expected to have the prompt's first token sooner.
 
-    Beside requests that generate a decode worker computes small chunks only, so that these keep
-    their pace: a long prompt takes long there. Each of its requests is delayed, too, if it is the
-    decode worker that has more to do, outputs included: without this one that sets the pace of the
-    pair gets prompts that cost throughput.
+    Beside running requests a decode worker computes only small chunks, to keep their inter-token
+    latency: a long prompt takes long there. If the decode worker has more to do than the prefill
+    worker, outputs included, the prompt also delays each of its requests. That delay counts, too:
+    without it, a decode worker that is the pair's bottleneck would get prompts that cost
+    throughput.
 
-    What one of them has not measured is taken to be as on the other. While nothing is known, the
-    one with fewer tokens to compute gets the prompt.
+    A speed that one of them has not measured is assumed to be the other's. While no speed is known,
+    the one with fewer tokens to compute gets the prompt.
 
     Args:
-        tokens: of the input, one or more.
-        prefill: the prefill worker that would be chosen; it reads what it may be lent, if that is
-            sooner than computing it.
+        tokens: the input's length, at least 1.
+        prefill: the prefill worker that would be chosen. It reads the tokens that it may be lent,
+            if that is faster than to compute them.
         decode: the decode worker that generates in any case.
-        itl_target: seconds that a step with prompts may take beside requests that generate;
-            None: as follows from the speeds.
+        itl_target: seconds that a step with prompts may take beside running requests; None: derived
+            from the speeds.
     """
     there_speeds = _filled_in(prefill.queue.load.speeds, decode.queue.load.speeds)
     here_speeds = _filled_in(decode.queue.load.speeds, there_speeds)
@@ -125,7 +130,7 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
 def _delay(
     tokens: int, prefill: Side, there_speeds: StepSpeeds, decode: Side, here_speeds: StepSpeeds
 ) -> float:
-    """Seconds by which all that the two have to do ends later if the decode worker computes it."""
+    """Seconds by which the pair's whole work ends later if decode computes the prompt."""
     token_there = _seconds_per_token(tokens, prefill, there_speeds)
     token_here = _seconds_per_token(tokens, decode, here_speeds)
     steps = prefill.computing_tokens(there_speeds.chunk_tokens)
@@ -137,14 +142,14 @@ def _delay(
 
 
 def _seconds_per_token(tokens: int, side: Side, speeds: StepSpeeds) -> float:
-    """Seconds by which each token of such a prompt lengthens steps that run in any case."""
+    """Seconds that each token of such a prompt adds to a step that runs in any case."""
     own = side.own_tokens(tokens)
     pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
     return speeds.seconds_per_token + speeds.seconds_per_pair * pairs / own
 
 
 def _outputs_seconds(side: Side, speeds: StepSpeeds) -> float:
-    """Seconds of work of the tokens that a worker is still to generate, all rows in one batch."""
+    """Seconds to generate all outstanding output tokens of a worker, all rows in one batch."""
     load, rows = side.queue.load, side.num_requests
     tokens = load.growth_tokens + load.output_tokens * max(rows - load.running_requests, 0)
     step = speeds.seconds_of(StepWork(rows=rows, row_pairs=load.held_tokens))
@@ -152,7 +157,7 @@ def _outputs_seconds(side: Side, speeds: StepSpeeds) -> float:
 
 
 def _filled_in(own: StepSpeeds, of_other: StepSpeeds) -> StepSpeeds:
-    """The speeds of a worker that may have computed no prompts yet."""
+    """The speeds of a worker, with the other one's where it has computed no prompts yet."""
     if own.prompts_known:
         return own
     return replace(
@@ -165,7 +170,7 @@ def _filled_in(own: StepSpeeds, of_other: StepSpeeds) -> StepSpeeds:
 
 
 def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, itl_target: float | None) -> float:
-    """Expected seconds until the first token, in chunks beside those that generate."""
+    """Expected seconds until the first token, in chunks beside running requests."""
     load = side.queue.load
     generating = StepWork(rows=max(load.running_requests, 1), row_pairs=load.held_tokens)
     most = speeds.chunk_tokens or tokens
@@ -181,6 +186,6 @@ def _seconds(tokens: int, side: Side, speeds: StepSpeeds, generating: StepWork =
     pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs
     waiting = min(most_tokens_ahead(side.queue.by_size, own), side.queue.backlog_tokens)
     ahead = math.ceil(waiting + side.computing_tokens(speeds.chunk_tokens))
-    # They are taken to be as long as this one, and so to attend to as much each.
+    # They are assumed to be as long as this one, so each attends to as many tokens.
     pairs += ahead * pairs // own
     return speeds.seconds_of(replace(generating, prompt_tokens=own + ahead, prompt_pairs=pairs))

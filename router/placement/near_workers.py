@@ -1,4 +1,4 @@
-"""The decode workers near a prefill worker, which are preferred if they are about as loaded."""
+"""The decode workers near a prefill worker, which are preferred at about equal load."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NOBODY = Ranking()
 
 
 class NearWorkers:
-    """Ready decode workers whose localities are known, ranked among those of the same.
+    """Ready decode workers with a known locality, ranked within each locality.
 
     Args:
         affinity: orders them for a request.
-        prefixes: that the workers have.
+        prefixes: the prefixes that the workers have cached.
     """
 
     def __init__(self, affinity: Affinity, prefixes: KnownPrefixes) -> None:
@@ -28,12 +28,12 @@ class NearWorkers:
         self._rankings: dict[str, Ranking] = {}  # by locality, which has workers
 
     def put(self, decode: Candidate, score: Score) -> None:
-        """Rank a decode worker, in the place of its incarnation's earlier state."""
+        """Rank a decode worker; it replaces its incarnation's earlier state."""
         if decode.locality:
             self._rankings.setdefault(decode.locality, Ranking()).put(decode, score)
 
     def drop(self, decode: Candidate) -> None:
-        """Forget a decode worker that was put."""
+        """Remove a decode worker that was put."""
         if not decode.locality:
             return
         ranking = self._rankings[decode.locality]
@@ -48,17 +48,17 @@ class NearWorkers:
         demand: Demand,
         may_be: Callable[[Candidate], bool],
     ) -> Candidate:
-        """The decode worker for a pair: one near the prefill worker, or the best of all.
+        """Choose the decode worker for a pair: one near the prefill worker, or the best of all.
 
-        The best near one is taken unless it lacks room that the best of all has, has clearly more
-        requests, has less of the prompt, so that it would have to read what that one need not, or
-        an earlier attempt has failed with it alone.
+        The best near one is taken, with four exceptions. It lacks room that the best of all has. It
+        has clearly more requests. It has less of the prompt cached, and would have to read what the
+        other need not. An earlier attempt has failed with it alone.
 
         Args:
             prefill: the pair's prefill worker.
             best: the best decode worker, wherever it is.
             demand: the request's.
-            may_be: which decode workers the pair may have.
+            may_be: whether the pair may have a decode worker.
         """
         if not prefill.locality or prefill.locality == best.locality:
             return best

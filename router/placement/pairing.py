@@ -1,4 +1,4 @@
-"""Chooses the workers for an attempt: scores them by their load, and pairs those that may pair."""
+"""The choice of workers for an attempt, by their scores and by who reads from whom."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_LOAD: Final = WorkerLoad()
 
 @dataclass(frozen=True, slots=True)
 class WorkerPair:
-    """Who serves an attempt; without `prefill`, `decode` computes the prompt, too."""
+    """The workers for an attempt; without `prefill`, `decode` computes the prompt, too."""
 
     decode: Candidate
     prefill: Candidate | None
@@ -32,7 +32,7 @@ class WorkerPair:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """No workers can serve an attempt now."""
+    """The result when no workers can serve an attempt now."""
 
     missing: WorkerRole
     refusal: str = ""
@@ -40,14 +40,14 @@ class Shortage:
 
 
 class Placer:
-    """Keeps the ready workers in the order of their scores, and chooses among them.
+    """The ready workers in the order of their scores, and the choice among them.
 
-    A choice looks at the best of each role first, and at others only where those cannot hold
-    the request or refuse each other. It finds workers whenever there are any.
+    A choice looks at the best of each role first. It looks at others only where those cannot hold
+    the request or refuse each other. It finds workers whenever any can serve.
 
     Args:
-        prefixes: that the workers have.
-        decodes_alone: decode workers may compute prompts, too.
+        prefixes: the prefixes that the workers have cached.
+        decodes_alone: whether decode workers may compute prompts, too.
     """
 
     def __init__(self, prefixes: KnownPrefixes, *, decodes_alone: bool = False) -> None:
@@ -60,18 +60,18 @@ class Placer:
 
     @property
     def pairs_ready(self) -> bool:
-        """At least one prefill and one decode worker can take requests."""
+        """Whether at least one prefill and one decode worker can take requests."""
         return bool(self._rankings[WorkerRole.PREFILL] and self._rankings[WorkerRole.DECODE])
 
     @property
     def one_alone_ready(self) -> bool:
-        """At least one worker can take requests without another one."""
+        """Whether at least one worker can take requests without another one."""
         return any(self._rankings[role] for role in self._alone)
 
     def put(self, role: WorkerRole, candidate: Candidate) -> bool:
-        """Ranks a worker that can take requests, as it is now.
+        """Rank a worker that can take requests, by its present state.
 
-        Returns whether workers may be chosen from now on that could not be before, or the reverse.
+        Returns whether the set of workers that may be chosen has changed.
         """
         ranking, incarnation = self._rankings[role], candidate.incarnation
         is_new = incarnation not in ranking
@@ -83,7 +83,7 @@ class Placer:
         return self._note_refusals(incarnation, candidate.load) or is_new
 
     def drop(self, role: WorkerRole, incarnation: str) -> bool:
-        """Forgets a worker that can take no requests; returns whether it could."""
+        """Forget a worker that can take no requests; return whether it could before."""
         ranked = self._rankings[role].get(incarnation)
         if ranked is None:
             return False
@@ -95,10 +95,10 @@ class Placer:
         return True
 
     def choose(self, demand: Demand) -> WorkerPair | Shortage:
-        """The workers for an attempt.
+        """Choose the workers for an attempt.
 
-        A prefill and a decode worker that reads from it, or one that needs no other if there is
-        no such pair.
+        They are a prefill and a decode worker that reads from it. If there is no such pair, it is
+        one worker that needs no other.
         """
         home = self._home(WorkerRole.AGGREGATED, demand)
         if home is not None and demand.may_be_computed_by(home):
@@ -113,13 +113,13 @@ class Placer:
         return Shortage(WorkerRole.DECODE) if WorkerRole.DECODE in self._alone else pair
 
     def best_to_compute(self, demand: Demand, most: int) -> Iterator[tuple[WorkerRole, Candidate]]:
-        """The workers that may compute a prompt, the best of each role first, so many of each."""
+        """Iterate over the best workers that may compute a prompt, at most `most` of each role."""
         for role in (WorkerRole.PREFILL, *self._alone):
             for one in islice(self._best_to_compute(role, demand), most):
                 yield role, one
 
     def _choose_pair(self, demand: Demand) -> WorkerPair | Shortage:
-        """The best pair without a suspect, else the best one."""
+        """Choose the best pair without a suspect, else the best of all."""
         pair = self._first_pair(demand, demand.trusts) if demand.suspects else None
         return pair if isinstance(pair, WorkerPair) else self._first_pair(demand, lambda one: True)
 
@@ -147,14 +147,14 @@ class Placer:
         demand: Demand,
         may_be: Callable[[Candidate], bool],
     ) -> Candidate | None:
-        """The best decode worker that reads from a prefill worker; a near one if it does as well.
+        """The best decode worker that reads from a prefill worker; a near one if it is as good.
 
         Args:
-            prefill: the worker.
+            prefill: the prefill worker.
             refused: the decode workers that do not read from it.
-            decodes: those that can hold the request, the best first.
+            decodes: the decode workers that can hold the request, the best first.
             demand: the request's.
-            may_be: which workers are chosen at all.
+            may_be: whether a worker may be chosen at all.
         """
         if len(refused) == len(self._rankings[WorkerRole.DECODE]):
             return None
@@ -173,7 +173,7 @@ class Placer:
     def _best(self, role: WorkerRole, demand: Demand) -> Iterator[Candidate]:
         """The workers of a role that can hold the request, the best first.
 
-        Before all others that which has the KV of the request's session.
+        The worker that has the KV of the request's session comes first.
         """
         ordered = self._affinity.order(role, self._rankings[role], demand)
         home = self._home(role, demand)
@@ -182,9 +182,9 @@ class Placer:
         return chain((home,), (one for one in ordered if one.incarnation != home.incarnation))
 
     def _home(self, role: WorkerRole, demand: Demand) -> Candidate | None:
-        """The worker that has the KV of the request's session; None if it is not to be chosen.
+        """The worker that has the KV of the request's session; None if it may not be chosen.
 
-        That is, it cannot take requests now, has failed with this one, or is full.
+        It may not if it cannot take requests now, has failed with this one, or is full.
         """
         one = self._rankings[role].get(demand.home) if demand.home else None
         if one is None or role is WorkerRole.PREFILL or not demand.trusts(one):
@@ -193,7 +193,7 @@ class Placer:
         return None if is_full or one.pool_tokens < demand.tokens_of(role) else one
 
     def _note_refusals(self, decode: str, load: WorkerLoad) -> bool:
-        """Notes from whom a decode worker does not read; returns whether that has changed."""
+        """Note whom a decode worker does not read from; return whether that has changed."""
         before = self._decode_loads.get(decode, _NO_LOAD)
         self._decode_loads[decode] = load
         if load.peers is before.peers:
@@ -209,7 +209,7 @@ class Placer:
 
 
 class _Again(Generic[ItemT]):
-    """Goes through an iterator's items as often as it is told to, and takes each of them once."""
+    """An iterable over an iterator that may be repeated; it takes each item once."""
 
     def __init__(self, items: Iterable[ItemT]) -> None:
         self._items = iter(items)

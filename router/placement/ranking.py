@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kvrelay.wire.load import WorkerLoad
 
 Score: TypeAlias = tuple[float, ...]
-"""Less is better; compared from the left."""
+"""A worker's score: less is better; compared from the left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +20,30 @@ class Candidate:
     worker: str
     incarnation: str
     pool_tokens: int
-    """Tokens that one request can hold there: a longer one can never fit."""
+    """Tokens that one request can hold there: a longer one never fits."""
     load: WorkerLoad
     backlog_tokens: int
-    """Prompt tokens that it has yet to compute or pull, those included that were
-    sent to it and are not in `load` yet."""
+    """Prompt tokens that it has yet to compute or pull, with those sent to it since `load`."""
     pending_tokens: int
-    """The backlog, and what has left it since `load`: that takes room which `load` does not know
-    to be taken."""
+    """The backlog, and the tokens that have left it since `load`.
+
+    The latter take room that `load` does not count.
+    """
     num_requests: int = 0
-    """That it has, running or waiting."""
+    """Requests that it has, running or waiting."""
     locality: str = ""
-    """Workers of the same one are near each other; empty: that is not known."""
+    """The locality; workers of one locality are near each other. Empty: not known."""
 
     @property
     def headroom_tokens(self) -> int:
-        """Tokens that its pool has free after what is pending; below zero when overcommitted."""
+        """Tokens that its pool has free after the pending ones; below zero when overcommitted."""
         return self.load.room_tokens - self.pending_tokens
 
 
 class Ranking:
-    """Candidates by their scores, and by name where those are equal.
+    """Candidates by their scores, and by name where scores are equal.
 
-    To put one in its place takes a binary search; to find the best, none.
+    An insertion takes a binary search; the best is always first.
     """
 
     def __init__(self) -> None:
@@ -56,12 +57,12 @@ class Ranking:
         return incarnation in self._candidates
 
     def get(self, incarnation: str) -> Candidate | None:
-        """The candidate of an incarnation, if it is ranked."""
+        """The candidate of an incarnation; None: it is not ranked."""
         entry = self._candidates.get(incarnation)
         return None if entry is None else entry[1]
 
     def put(self, candidate: Candidate, score: Score) -> None:
-        """Adds a candidate, in the place of its incarnation's earlier one."""
+        """Add a candidate; it replaces its incarnation's earlier one."""
         place = (score, candidate.worker, candidate.incarnation)
         before = self._candidates.get(candidate.incarnation)
         self._candidates[candidate.incarnation] = (place, candidate)
@@ -72,16 +73,16 @@ class Ranking:
             bisect.insort(self._order, place)
 
     def drop(self, incarnation: str) -> None:
-        """Removes a candidate, which must be there."""
+        """Remove a candidate, which must be there."""
         self._remove(self._candidates.pop(incarnation)[0])
 
     def holding(self, tokens: int, suspects: Set[str] = frozenset()) -> Iterator[Candidate]:
-        """The candidates that can hold so many tokens of one request, the best first.
+        """Iterate over the candidates that can hold a request of `tokens`, the best first.
 
         Args:
-            tokens: of the request.
-            suspects: incarnations that come after all others. Nothing may be put
-                or dropped before the iteration ends.
+            tokens: the request's tokens.
+            suspects: incarnations that come after all others. The ranking must not change before
+                the iteration ends.
         """
         last = []
         for _, _, incarnation in self._order:

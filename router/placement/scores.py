@@ -1,4 +1,4 @@
-"""How good a worker is for a request: by its load, and by what it has of the prompt."""
+"""Scores of a worker for a request, by its load and its cached prefix of the prompt."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from kvrelay.router.placement.ranking import Candidate, Score
 from kvrelay.wire.worker_info import WorkerRole
 
 _HIT_WEIGHT: Final = 2.0
-"""Backlog that a prompt waits behind for each token that it need not have computed. With 1 its own
-first token would come soonest; but what is not computed shortens the queue for all that follow."""
+"""The backlog tokens that a prompt waits behind for each token that it need not compute.
+
+With 1, its own first token would come soonest. But tokens that are not computed shorten the queue
+for all prompts that follow.
+"""
 _SPARE_REQUESTS: Final = 2
 _SPARE_SHARE: Final = 0.25
-"""A worker with so many requests more than the one with the fewest gets none for a hit."""
+"""The excess over the fewest requests at which a worker gets no more prompts for a hit."""
 
 
 def score(role: WorkerRole, one: Candidate, hit_tokens: int = 0, fewest_requests: int = 0) -> Score:
-    """The worker's place among those of its role.
+    """The worker's score among the workers of its role.
 
-    - A prefill worker's backlog counts for a prompt less twice what it has of it, both in tokens.
-      So a prefix that all ask for stays on one worker until that one's backlog is twice as long
-      as the prefix, and then spreads.
-    - A worker that decodes has as much more headroom as it has of the prompt: that is neither read
+    - A prefill worker's score is its backlog less twice its cached part of the prompt, in tokens.
+      So a prefix that all ask for stays on one worker until that one's backlog is twice as long as
+      the prefix, and then spreads.
+    - A worker that decodes gets its cached part of the prompt as extra headroom: it is neither read
       nor held twice. But shared pages hide how many requests read them, so the bonus shrinks to
       nothing while the worker has more requests than others.
 
     Args:
-        role: of the worker.
+        role: the worker's role.
         one: the worker.
-        hit_tokens: of the prompt, that it has; 0: it is scored by its load alone.
-        fewest_requests: that any of those has with which it is compared.
+        hit_tokens: tokens of the prompt that it has cached; 0: it is scored by its load alone.
+        fewest_requests: the fewest requests of any worker with which it is compared.
     """
     return _SCORES[role](one, hit_tokens, fewest_requests)
 
@@ -48,7 +51,7 @@ def _aggregated_score(one: Candidate, hit_tokens: int, fewest_requests: int) -> 
 
 
 def spare_requests(fewest_requests: int) -> float:
-    """Requests that a worker may have more than another one and still be about as loaded."""
+    """The requests that a worker may have more than another one at about equal load."""
     return max(_SPARE_REQUESTS, _SPARE_SHARE * fewest_requests)
 
 

@@ -1,4 +1,4 @@
-"""What a router has sent to one worker and the worker's latest load may not count yet."""
+"""Prompts sent to a worker that its latest load report may not count yet."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ class SentPrompt:
     """The input of an attempt that is on the worker."""
 
     room_tokens: int
-    """That the worker counts as waiting for it."""
+    """Tokens of room that the worker counts as waiting for the prompt."""
     work_tokens: int
-    """That it computes of it before an ordinary prompt that comes later; may be none."""
+    """Prompt tokens that the worker computes before a later ordinary prompt; may be 0."""
     number: int = 0
-    """Of loads that had come before it was sent."""
+    """The number of loads that had come before it was sent."""
     started: bool = False
-    """The worker has sent a token of it, or an end: it waits no longer."""
+    """Whether the worker has sent a token of it, or its end: it waits no longer."""
 
 
 @dataclass(slots=True)
 class _Tokens:
-    """Tokens of prompts that were sent: of those since the last load, and of those that wait."""
+    """Sums of sent prompts' tokens: since the last load, and of all that wait."""
 
     sent: int = 0
-    """Since the last load, which may count them or not."""
+    """Tokens sent since the last load, which may count them or not."""
     begun: int = 0
-    """Since the last load, whenever they were sent."""
+    """Tokens begun since the last load, whenever they were sent."""
     waiting: int = 0
-    """Sent at any time, and not begun."""
+    """Tokens sent at any time, and not begun."""
 
     def send(self, tokens: int) -> None:
         self.sent += tokens
@@ -57,11 +57,11 @@ class _Tokens:
 
 
 class SentPrompts:
-    """Adds what was sent to what the worker reported, and what has begun since takes off it.
+    """A correction of a worker's reported load by the prompts sent and begun since.
 
-    A load may have been on its way when something was sent before it came, so at least what was
-    sent and has not begun is taken to wait. What has come and gone since the last load counts for
-    nothing: the worker's load is then as before, and it need not tell that.
+    A load may have been on its way while a prompt was sent. So at least all prompts that were sent
+    and have not begun count as waiting. A prompt that was sent and ended since the last load counts
+    for nothing: the load is then unchanged, and the worker need not report it.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class SentPrompts:
 
     @property
     def since_load(self) -> Sequence[int]:
-        """Tokens of each prompt since the last load that is computed before an ordinary one."""
+        """Tokens of each prompt sent since the last load, computed before an ordinary one."""
         return self._prompts
 
     def send(self, prompt: SentPrompt) -> None:
-        """Counts a prompt that is sent now."""
+        """Count a prompt that is sent now."""
         prompt.number = self._num_loads
         self._room.send(prompt.room_tokens)
         self._work.send(prompt.work_tokens)
@@ -83,13 +83,13 @@ class SentPrompts:
             self._prompts.append(prompt.work_tokens)
 
     def begin(self, prompt: SentPrompt) -> None:
-        """Notes that a prompt waits no longer."""
+        """Note that a prompt waits no longer."""
         prompt.started = True
         self._room.begin(prompt.room_tokens)
         self._work.begin(prompt.work_tokens)
 
     def end(self, prompt: SentPrompt) -> None:
-        """Forgets a prompt whose attempt is over."""
+        """Forget a prompt whose attempt is over."""
         new, started = prompt.number == self._num_loads, prompt.started
         self._room.end(prompt.room_tokens, since_load=new, started=started)
         self._work.end(prompt.work_tokens, since_load=new, started=started)
@@ -97,7 +97,7 @@ class SentPrompts:
             self._prompts.remove(prompt.work_tokens)
 
     def take_load(self) -> None:
-        """Notes that the worker has reported its load."""
+        """Note that the worker has reported its load."""
         self._num_loads += 1
         self._prompts = []
         self._room.take_load()
@@ -108,9 +108,9 @@ class SentPrompts:
         return self._room.pending(reported)
 
     def waiting_room(self, reported: int) -> int:
-        """Tokens that wait for room, of which the load counts `reported`."""
+        """Tokens that wait for room, `reported` of which the load counts."""
         return self._room.backlog(reported)
 
     def waiting_work(self, reported: int) -> int:
-        """Tokens that are to be computed before an ordinary prompt; the load counts `reported`."""
+        """Tokens to be computed before an ordinary prompt; the load counts `reported`."""
         return self._work.backlog(reported)

@@ -1,4 +1,4 @@
-"""The model that a router serves: workers with another one, or of another version, get nothing."""
+"""The served model: workers with another one, or of another version, get no requests."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _log = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """Decides which model is served, by what the workers have loaded.
+    """The choice of the served model, from the models that workers have loaded.
 
-    It is the model of the first worker whose tokenizer is the router's own. It becomes another
-    one only when no worker that has it is left, not even one that drains or is being replaced:
-    so replacing a checkpoint, worker by worker, changes the model once.
+    It is the model of the first worker whose tokenizer is the router's own. It changes only when no
+    worker that has it is left, not even one that drains or is being replaced. So the replacement of
+    a checkpoint, worker by worker, changes the model once.
     """
 
     def __init__(self) -> None:
         self.tokenizer = ""
-        """SHA-256 of the router's own; set before the first `update`."""
+        """The SHA-256 of the router's own tokenizer; set before the first `update`."""
         self.digest: ModelDigest | None = None
-        """The served model's; None before the first worker."""
+        """The served model's digest; None before the first worker."""
         self._refusals: dict[str, str] = {}
 
     @property
     def name(self) -> str:
-        """One hash for all of it; empty before the first worker."""
+        """One hash over the whole model; empty before the first worker."""
         return self.digest.name if self.digest else ""
 
     @property
     def refusals(self) -> Sequence[str]:
-        """Why workers get no requests, one sentence for each that gets none."""
+        """Why workers get no requests, one sentence for each such worker."""
         return list(self._refusals.values())
 
     def is_loaded_by(self, worker: WorkerInfo) -> bool:
@@ -42,11 +42,11 @@ class ServedModel:
         return worker.model == self.digest
 
     def refusal_of(self, incarnation: str) -> str:
-        """Why a listed worker gets no requests; empty if it gets some."""
+        """Why a listed worker gets no requests; empty: it gets some."""
         return self._refusals.get(incarnation, "")
 
     def update(self, listed: Sequence[WorkerInfo], awaited: Iterable[WorkerInfo]) -> None:
-        """Decide again: for the workers that are listed now, and those that are being replaced."""
+        """Decide again, for the listed workers and those that are being replaced."""
         of_our_version = [one for one in (*listed, *awaited) if one.version == VERSION]
         self._choose([one.model for one in of_our_version])
         before = self._refusals

@@ -1,4 +1,4 @@
-"""What workers could take once those are ready that are on their way."""
+"""The prospects of a request that must wait for workers that are expected."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 @dataclass(frozen=True, slots=True)
 class Prospects:
-    """The largest pools, by role: as many tokens one request can hold there."""
+    """The largest pools by role, in tokens of one request."""
 
     ready: Mapping[WorkerRole, int]
-    """Of workers that take requests."""
+    """The pools of workers that take requests."""
     coming: Mapping[WorkerRole, int]
-    """Of workers that may take some later."""
+    """The pools of workers that may take some later."""
     decodes_alone: bool
-    """Decode workers compute prompts, too, so they need no others."""
+    """Whether decode workers compute prompts, too, and so need no others."""
 
     @classmethod
     def of(
         cls, ready: Iterable[WorkerInfo], coming: Iterable[WorkerInfo], *, decodes_alone: bool
     ) -> Prospects:
-        """Those of these workers."""
+        """Find the largest pools of these workers."""
         return cls(_largest_pools(ready), _largest_pools(coming), decodes_alone)
 
     def promise(self, demand: Demand) -> bool:
-        """Whether a worker that comes could take a request, alone or with another one."""
+        """Whether an expected worker could take a request, alone or with another one."""
         prefill = self._comes(WorkerRole.PREFILL, demand)
         decode = self._comes(WorkerRole.DECODE, demand)
         return (

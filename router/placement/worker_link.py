@@ -44,20 +44,20 @@ _LONGEST_RETRY_SECONDS = 5.0
 
 
 class AttemptListener(Protocol):
-    """Hears what becomes of the attempts that were submitted with it."""
+    """A receiver of the reports on the attempts that were submitted with it."""
 
     def on_output(self, role: WorkerRole, output: RequestOutput) -> None:
-        """The worker of this role produced tokens for a choice, or ended it."""
+        """Take tokens that the worker of this role produced for a choice, or the choice's end."""
         ...
 
     def on_token(
         self, role: WorkerRole, attempt: int, choice: int, index: int, token_id: int
     ) -> None:
-        """As `on_output`, of one token and nothing else."""
+        """Take one token without an end; else like `on_output`."""
         ...
 
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
-        """The worker is lost and has released this attempt, or died with it."""
+        """Take the loss of the worker, which has released this attempt, or died with it."""
         ...
 
 
@@ -69,32 +69,31 @@ class _Submitted:
     listener: AttemptListener
     prompt: SentPrompt
     expected: ExpectedMarks | None
-    """What the worker is expected to have of the prompt's prefixes."""
+    """The marks of the prompt's prefixes that the worker is expected to have."""
     open_choices: set[int]
-    """Its choices that the worker has not ended."""
+    """The choices that the worker has not ended."""
 
 
 class WorkerLink:
-    """Keeps an Attach stream to one worker incarnation, and the attempts submitted on it.
+    """An Attach stream to one worker incarnation, with the attempts submitted on it.
 
-    The stream is the lease on all that was submitted: when it breaks, the worker
-    releases that, and every listener hears `on_lost`. A link is ready from the
-    first message of a stream, which brings the worker's load, to the stream's end.
+    The stream is the lease on all submitted attempts. When it breaks, the worker releases them, and
+    every listener gets `on_lost`. A link is ready from the first message of a stream, which brings
+    the worker's load, to the stream's end.
 
     Args:
         endpoint: the incarnation; another one at the same address refuses the stream.
-        router_id: tells the worker which router this is.
-        credentials: for the worker; None: plain text.
-        max_message_bytes: of one message, each way.
-        on_change: called when `ready`, `draining` or what `candidate` returns has changed.
-        on_stale: called for each output with tokens of no attempt known here.
-        on_killed: called with the end of an attempt whose forward killed the incarnation
-            before this one.
-        prefixes: is told which prefixes the worker has, and is to have.
+        router_id: this router's id, for the worker.
+        credentials: the credentials for the worker; None: plain text.
+        max_message_bytes: the largest message, each way.
+        on_change: called when `ready`, `draining` or `candidate` has changed.
+        on_stale: called for each output with tokens of an attempt that is unknown here.
+        on_killed: called with the end of an attempt whose forward killed the earlier incarnation.
+        prefixes: learns the prefixes that the worker has, and is to have.
         on_ended_sessions: called with the incarnation and the names of sessions whose KV the worker
             has given up.
         on_detached: called with the incarnation when a stream has ended, after the listeners.
-        on_expected_hit: called with the role and the tokens of each prompt that the worker is
+        on_expected_hit: called for each prompt with the role and the tokens that the worker is
             expected to have already.
     """
 
@@ -130,18 +129,18 @@ class WorkerLink:
         self._on_detached = on_detached
         self._on_expected_hit = on_expected_hit
         self._submitted: dict[int, _Submitted] = {}
-        """By the attempts' numbers."""
+        """The submitted attempts, by their numbers."""
         self._commands: asyncio.Queue[worker_pb2.AttachRequest | None] = asyncio.Queue()
         self._sent = SentPrompts()
         self._to_forget: list[str] = []
-        """Sessions that ended while it was not attached."""
+        """Names of sessions that ended while the worker was not attached."""
         self._watching = False
         self._progress: tuple[RequestProgress, ...] = ()
 
     def watch(self, *, on: bool) -> None:
         """Ask the worker for the progress of its requests, or for no more; now and on new streams.
 
-        Does nothing if that was said already.
+        Do nothing if that was asked already.
         """
         if on is self._watching:
             return
@@ -150,7 +149,7 @@ class WorkerLink:
 
     @property
     def progress(self) -> list[tuple[str, RequestProgress]]:
-        """The ids of requests that live here, and how far they had come lately."""
+        """The ids of requests that live here, and their latest progress."""
         return [
             (submitted.request_id, one)
             for one in self._progress
@@ -159,12 +158,12 @@ class WorkerLink:
 
     @property
     def draining(self) -> bool:
-        """The worker, or discovery, reported that it takes no more requests. That never ends."""
+        """Whether worker or discovery has reported that it takes no more requests; never reset."""
         return self._reported_draining or self.endpoint.draining
 
     @property
     def status(self) -> WorkerStatus:
-        """The worker as operators are shown it."""
+        """The worker's status for operators."""
         return WorkerStatus(
             worker=self.endpoint.name,
             role=self.endpoint.role,
@@ -186,13 +185,14 @@ class WorkerLink:
         prefill: WorkerInfo | None = None,
         lent_tokens: int = 0,
     ) -> None:
-        """Sends an attempt to the worker, which must be ready. Does not block.
+        """Send an attempt to the worker, which must be ready. Does not block.
 
         Args:
             submission: the attempt.
-            listener: hears what the worker reports of it.
-            prefill: computes the input; None: this worker does.
-            lent_tokens: of the input, that this worker is expected to have read before it computes.
+            listener: receives the worker's reports on it.
+            prefill: the worker that computes the input; None: this worker does.
+            lent_tokens: tokens of the input that this worker is expected to read before it
+                computes.
         """
         assert self.ready, f"{self.endpoint.name} is not ready"
         role, input_tokens = self.endpoint.role, submission.input_len
@@ -202,7 +202,7 @@ class WorkerLink:
             expected = self._prefixes.expect(self.endpoint.incarnation, marks)
         kept = self._kept_tokens(submission, computes=prefill is None)
         cached = max(cached, kept, min(lent_tokens, input_tokens - 1))
-        # On a worker that generates, what is cached takes room as the rest does.
+        # On a worker that generates, cached tokens take room like the others.
         room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
         computed_first = submission.request.priority <= 0 and prefill is None
         prompt = SentPrompt(room_tokens, (input_tokens - cached) * computed_first)
@@ -215,13 +215,13 @@ class WorkerLink:
         self._on_change(self)
 
     def _kept_tokens(self, submission: Submission, *, computes: bool) -> int:
-        """How many tokens of the prompt the worker is expected to have for the session."""
+        """The tokens of the prompt that the worker is expected to have for the session."""
         if computes and self.endpoint.role in submission.in_full_on:
             return 0
         return min(submission.kept_on(self.endpoint.incarnation), submission.input_len - 1)
 
     def forget_session(self, name: str) -> None:
-        """Tells the worker to keep nothing of a session, now or when it is attached again."""
+        """Tell the worker to keep nothing of a session, now or when it is attached again."""
         if self.ready:
             self._commands.put_nowait(_message(ForgetSessionRequest(name)))
         else:
@@ -239,7 +239,7 @@ class WorkerLink:
         return array("I", answer.token_ids)
 
     def _expect_hit(self, submission: Submission, *, computes: bool) -> int:
-        """How many tokens of the prompt are to be reused here, as is expected."""
+        """The tokens of the prompt that the worker is expected to reuse; reports them, too."""
         role = self.endpoint.role
         if computes and role in submission.in_full_on:
             return 0
@@ -249,9 +249,9 @@ class WorkerLink:
         return cached
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Tells the worker to abort the attempt; does nothing if it has ended there.
+        """Tell the worker to abort the attempt; do nothing if it has ended there.
 
-        Its listener hears no more of it.
+        Its listener gets no more reports.
         """
         submitted = self._submitted.pop(attempt, None)
         if submitted is not None:
@@ -259,7 +259,7 @@ class WorkerLink:
             self._forget(submitted)
 
     def ask_to_end(self, request_id: str, attempt: int) -> None:
-        """Tells the worker to abort the attempt; its listener still hears how it ends there."""
+        """Tell the worker to abort the attempt; its listener still gets the remaining reports."""
         if attempt in self._submitted:
             self._commands.put_nowait(_cancel(request_id, attempt))
 
@@ -287,19 +287,19 @@ class WorkerLink:
         return ExpectedPrompts(self.endpoint.role, self.load, self._sent.since_load, backlog)
 
     async def run(self) -> None:
-        """Attaches to the worker, again after every break, until cancelled."""
+        """Attach to the worker, again after every break, until cancelled."""
         delay, task = _FIRST_RETRY_SECONDS, asyncio.current_task()
         while True:
             was_ready = await self._attach()
             if task is not None and task.cancelling():
-                # gRPC takes a cancellation for itself that comes while a connection is refused.
+                # gRPC swallows a cancellation that comes while a connection is refused.
                 raise asyncio.CancelledError
             delay = _FIRST_RETRY_SECONDS if was_ready else delay
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_RETRY_SECONDS)
 
     async def _attach(self) -> bool:
-        """Runs one stream to its end; returns whether it became ready."""
+        """Run one stream to its end; return whether it became ready."""
         self._commands = asyncio.Queue()
         hello = AttachHello(self._router_id, self.endpoint.incarnation, VERSION)
         self._commands.put_nowait(_message(hello))
@@ -394,17 +394,17 @@ class WorkerLink:
             submitted.listener.on_token(role, attempt, choice, index, token_id)
 
     def _find(self, key: RequestKey) -> _Submitted | None:
-        """The attempt, if the key is its own."""
+        """The attempt of this key; None: none here, or of another request."""
         submitted = self._submitted.get(key.attempt)
         return submitted if submitted and submitted.request_id == key.request_id else None
 
     def _begin(self, submitted: _Submitted) -> None:
-        """An attempt's prompt waits no longer."""
+        """Note that an attempt's prompt waits no longer."""
         self._sent.begin(submitted.prompt)
         self._on_change(self)
 
     def _forget(self, submitted: _Submitted) -> None:
-        """An attempt is over here."""
+        """Forget an attempt that is over here."""
         self._sent.end(submitted.prompt)
         if submitted.expected is not None:
             self._prefixes.settle(submitted.expected)
@@ -426,7 +426,7 @@ def _message(command: RouterCommand) -> worker_pb2.AttachRequest:
 
 
 def _cancel(request_id: str, attempt: int) -> worker_pb2.AttachRequest:
-    """The worker is to give the attempt up."""
+    """The command by which the worker gives the attempt up."""
     return _message(CancelRequest(RequestKey("", request_id, attempt)))
 
 

@@ -1,8 +1,7 @@
 """One attempt at some choices of a request, on the workers that it was placed on.
 
-An attempt sends commands to its workers and knows nobody else. Its owner, a
-`LiveRequest`, tells it what the workers report; it returns a verdict when that
-ends the attempt for some choices.
+An attempt sends commands to its workers and knows nobody else. Its owner, a `LiveRequest`, passes
+it the workers' reports. It returns a verdict when a report ends the attempt for some choices.
 """
 
 from __future__ import annotations
@@ -30,39 +29,40 @@ _EXPLAINED_BY_A_DRAIN = {
     FailureReason.PEER_FAILED,
     FailureReason.ABORTED,
 }
-"""If a worker of the attempt drains, these are no failures: the attempt is retracted."""
+"""Reasons that are no failures if a worker of the attempt drains: the attempt is retracted."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptRetracted:
-    """These choices, at least one, left the attempt; another attempt is to go on with them.
+    """An attempt that left these choices, at least one, to another attempt.
 
-    Their memory went to other requests, or a worker drains. It costs the request nothing.
+    Their memory went to other requests, or a worker drains. It does not count as a failure of the
+    request.
     """
 
     choices: Set[int]
     detail: str
-    """Which worker ended it, and why."""
+    """The worker that ended it, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """The attempt is over, and these choices, at least one, were not complete."""
+    """An attempt that is over with these choices, at least one, incomplete."""
 
     choices: Set[int]
     error: Unavailable
     reason: FailureReason
     suspects: Set[str]
-    """Incarnations of workers, one of which is to blame."""
+    """Incarnations of the workers, one of which is to blame."""
     culprit: WorkerRole | None = None
-    """The side on which a forward has failed, or whose worker was lost, perhaps by a forward."""
+    """The role whose forward failed, or whose worker was lost, perhaps by a forward."""
     prompt_by: WorkerRole | None = None
-    """Who was to compute its prompt."""
+    """The role that was to compute the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The request is to fail: another attempt would fail the same way."""
+    """A verdict that the request fails: another attempt would fail the same way."""
 
     error: InternalFailure | InvalidField
 
@@ -71,7 +71,7 @@ Verdict = AttemptRetracted | AttemptFailed | RequestFailed
 
 
 class Attempt:
-    """Sends one attempt to its workers and makes verdicts of what they report, by `TRANSITIONS`."""
+    """One attempt on its workers, and the verdicts on their reports, by `TRANSITIONS`."""
 
     def __init__(self, submission: Submission, placement: Placement) -> None:
         self._submission = submission
@@ -82,7 +82,7 @@ class Attempt:
 
     @property
     def number(self) -> int:
-        """The router's, of all of its attempts."""
+        """The attempt's number among all attempts of the router."""
         return self._submission.attempt
 
     @property
@@ -95,7 +95,7 @@ class Attempt:
         return self._phases.get(choice, ChoicePhase.ENDED) is not ChoicePhase.ENDED
 
     def submit(self, listener: AttemptListener) -> None:
-        """Sends it to its workers; `listener` hears what they report."""
+        """Submit the attempt to its workers; `listener` hears their reports."""
         decode, prefill = self._placement.decode, self._placement.prefill
         if prefill is None:
             decode.submit(self._submission, listener)
@@ -104,32 +104,32 @@ class Attempt:
             prefill.submit(self._submission, listener, lent_tokens=self._placement.lent_tokens)
 
     def cancel(self) -> None:
-        """Ends it for all choices, and on every worker where it has not ended."""
+        """End the attempt for all choices, on every worker where it has not ended."""
         self._phases = dict.fromkeys(self._phases, ChoicePhase.ENDED)
         for link in self._placement.links:
             link.cancel(self._submission.request_id, self._submission.attempt)
 
     def end_choice(self, choice: int) -> None:
-        """The choice is complete, or leaves the attempt. With the last one its workers are told."""
+        """End a choice that is complete or leaves the attempt; with the last, tell the workers."""
         self._phases[choice] = ChoicePhase.ENDED
         if not self.open_choices:
             self.cancel()
 
     def on_end(self, role: WorkerRole, choice: int, end: RequestEnd) -> Verdict | None:
-        """A worker ended an open choice that is not complete by that; None: more is to come."""
+        """Take a worker's end of an incomplete open choice; None: the attempt goes on."""
         side = WorkerRole.PREFILL if role is WorkerRole.PREFILL else WorkerRole.DECODE
         report = ChoiceReport.of(end)
         action, phase = TRANSITIONS[self._phases[choice]][side, report]
         if report in (ChoiceReport.COMPLETE, ChoiceReport.HANDED_OVER):
             earlier = self._decode_gave_up.get(choice)
-            if earlier is not None:  # what happens now is because of that
+            if earlier is not None:  # decode's earlier end is the cause
                 side, end = WorkerRole.DECODE, earlier
         elif side is WorkerRole.DECODE:
             self._decode_gave_up[choice] = end
         return self._act(action, phase, side, choice, end)
 
     def on_lost(self, endpoint: WorkerInfo, detail: str) -> Verdict | None:
-        """A worker is lost and has released the attempt; None: it was over."""
+        """Take the loss of a worker, whose link has dropped the attempt; None: it was over."""
         if not self.open_choices:
             return None
         lost = Unavailable(f"worker {endpoint.name} was lost: {detail}")
@@ -144,7 +144,7 @@ class Attempt:
         choice: int,
         end: RequestEnd,
     ) -> Verdict | None:
-        """Does what the table says; `end`, reported by `side`, is the reason."""
+        """Do what the table says; `end`, reported by `side`, is the reason."""
         detail = self._describe(side, end)
         match action:
             case AttemptAction.RETRACT_CHOICE:
@@ -165,7 +165,7 @@ class Attempt:
         return None
 
     def _hurry_prefill(self, end: RequestEnd) -> None:
-        """A decode worker that drains never takes the prompt over, so prefill is told to end."""
+        """Ask prefill to end if decode drains, because decode will never take over the prompt."""
         prefill, decode = self._placement.prefill, self._placement.decode
         if prefill is not None and decode.draining and end.reason is EndReason.RETRACTED:
             prefill.ask_to_end(self._submission.request_id, self._submission.attempt)
@@ -173,7 +173,7 @@ class Attempt:
     def _fail_with(self, side: WorkerRole, end: RequestEnd, detail: str) -> Verdict:
         aborted = end.reason is EndReason.ABORTED
         reason = FailureReason.ABORTED if aborted else end.cause or FailureReason.FAILED
-        if reason in FORWARD_FAILURES:  # nothing but its own
+        if reason in FORWARD_FAILURES:  # no other worker can cause these
             own = self._link_of(side).endpoint
             return self._fail(Unavailable(detail), reason, {own.incarnation}, own.role)
         suspects = {link.endpoint.incarnation for link in self._placement.links}
@@ -194,7 +194,7 @@ class Attempt:
         return AttemptFailed(choices, error, reason, suspects, culprit, prompt_by)
 
     def _end_all(self) -> frozenset[int]:
-        """Cancels the attempt; returns the choices that were open."""
+        """Cancel the attempt; return the choices that were open."""
         choices = self.open_choices
         self.cancel()
         return choices

@@ -1,10 +1,9 @@
-"""What a worker's end of a choice means for its attempt: a table.
+"""Transitions of an attempt when a worker reports the end of a choice, as a table.
 
-A choice of an attempt starts in `PREFILLING`, or in `DECODING` on an aggregated
-worker, which counts as a decode worker here. `TRANSITIONS` says for each phase
-and each end that either side can report what the attempt does, and the phase
-after it. An end that completes the choice is not looked up, unless tokens before
-it are still missing.
+A choice of an attempt starts in `PREFILLING`, or in `DECODING` on an aggregated worker, which
+counts as a decode worker here. For each phase and each end that either side can report,
+`TRANSITIONS` has the attempt's action and the next phase. An end that completes the choice is
+looked up only if tokens before it are still missing.
 """
 
 from __future__ import annotations
@@ -18,39 +17,44 @@ from kvrelay.wire.worker_info import WorkerRole
 
 
 class ChoicePhase(Enum):
-    """Where a choice is in its attempt."""
+    """The state of a choice in its attempt."""
 
     PREFILLING = auto()
     """The prefill worker has not ended its side yet."""
     DECODING = auto()
     """The prefill worker has ended its side, or there is none."""
     DECODE_RETRACTED = auto()
-    """The decode worker retracted it before the prefill worker ended its side, whose end is
-    awaited: it may bring a first token, which is kept."""
+    """The decode worker retracted the choice before the prefill worker ended its side.
+
+    The attempt awaits the prefill worker's end: it may bring a first token, which is kept.
+    """
     DECODE_ABORTED = auto()
-    """The decode worker gave it up before the prefill worker ended its side, whose end is
-    awaited: it may have completed the choice and ended the hand-over because of that."""
+    """The decode worker gave the choice up before the prefill worker ended its side.
+
+    The attempt awaits the prefill worker's end: it may have completed the choice and ended the
+    hand-over because of that.
+    """
     ENDED = auto()
-    """The attempt works on it no more."""
+    """The attempt works on the choice no more."""
 
 
 class ChoiceReport(Enum):
-    """What a worker says with the end of a choice."""
+    """A worker's report of the end of a choice."""
 
     COMPLETE = auto()
-    """It is complete, but tokens before the end are still on their way from the other worker."""
+    """The choice is complete, but tokens before its end are still to come from the other worker."""
     HANDED_OVER = auto()
     RETRACTED = auto()
     ABORTED = auto()
-    """It gave the choice up unasked, or because the other worker did: that one says why."""
+    """The worker gave the choice up unasked, or because the other did; the other says why."""
     FAILED = auto()
-    """It failed, and another attempt could complete it."""
+    """The choice failed, and another attempt could complete it."""
     FAILED_FOR_GOOD = auto()
-    """It failed, and another attempt would fail, too."""
+    """The choice failed, and another attempt would fail, too."""
 
     @classmethod
     def of(cls, end: RequestEnd) -> ChoiceReport:
-        """The report that this end is."""
+        """The report of this end."""
         if end.cause is FailureReason.PEER_FAILED:
             return cls.ABORTED
         if end.reason is EndReason.FAILED:
@@ -59,22 +63,27 @@ class ChoiceReport(Enum):
 
 
 class AttemptAction(Enum):
-    """What an attempt does about a report."""
+    """The action of an attempt on a report."""
 
     CONTINUE = auto()
-    """Nothing: more is to come."""
+    """Do nothing: more is to come."""
     AWAIT_PREFILL = auto()
-    """Waits for the prefill worker's end. If the decode worker retracted the choice because
-    it drains, it tells the prefill worker to end its side: nothing else would."""
+    """Wait for the prefill worker's end.
+
+    If the decode worker retracted the choice because it drains, tell the prefill worker to end its
+    side: nothing else would.
+    """
     RETRACT_CHOICE = auto()
-    """Leaves this choice to another attempt; it has not failed."""
+    """Leave this choice to another attempt; it has not failed."""
     RETRACT_ATTEMPT = auto()
-    """Leaves all its choices to other attempts; it has not failed."""
+    """Leave all choices to other attempts; none has failed."""
     FAIL_ATTEMPT = auto()
-    """Fails for all its choices, which other attempts may go on with. It is retracted instead
-    if a worker that drains explains the failure."""
+    """Fail for all choices, which other attempts may go on with.
+
+    Retract the attempt instead if a draining worker explains the failure.
+    """
     FAIL_REQUEST = auto()
-    """Fails the request."""
+    """Fail the request."""
 
 
 _REPORTS: Final = {
@@ -156,4 +165,4 @@ TRANSITIONS: Final[Mapping[ChoicePhase, Steps]] = {
     },
     ChoicePhase.ENDED: {},
 }
-"""By phase, then by who reports what."""
+"""The step by phase, then by the side that reports and its report."""

@@ -1,4 +1,4 @@
-"""The events that a reader of a live request gets, and what they are made of."""
+"""The events that a reader of a live request gets, and their parts."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from kvrelay.wire.output import PhaseTimings, SampledToken
 
 
 class FinishReason(StrEnum):
-    """Why a choice is complete; a request's `outcome` metric label is that of its first."""
+    """The reason why a choice is complete; the first choice's is the request's `outcome` label."""
 
     STOP = "stop"
-    """End of sequence, a stop token or a stop string."""
+    """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
-    """max_tokens."""
+    """The limit max_tokens."""
     ABORT = "abort"
-    """Abort, or the last reader went away."""
+    """A call of Abort, or the loss of the last reader."""
 
 
 @dataclass(slots=True)  # not frozen: see `RequestOutput`
 class Delta:
-    """Tokens of a choice that came since its last delta, and text that is safe to show."""
+    """A choice's tokens since its last delta, and the text that is safe to show."""
 
     index: int
-    """Position of the first token in the output."""
+    """The position of the first token in the output."""
     tokens: tuple[SampledToken, ...]
     text: str
     choice: int = 0
     prompt_logprobs: tuple[SampledToken, ...] = ()
-    """Of tokens of the prompt, in order; on deltas of their own before the first token."""
+    """Scores of prompt tokens, in order; on deltas of their own before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
-    """Why a choice is complete."""
+    """The end of a complete choice."""
 
     finish_reason: FinishReason
     matched_stop: int | str | None
-    """The token id or the string that stopped it."""
+    """The token id or the string that stopped the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Completion:
     choices: tuple[ChoiceEnd, ...]
     prompt_tokens: int
     completion_tokens: int
-    """Of all choices together."""
+    """Output tokens of all choices together."""
     cached_tokens: int
     timings: PhaseTimings
     seed: int
     history_digest: str = ""
-    """Of a session's turn: of its history, this turn included."""
+    """The digest of the session's history, this turn included; empty: no turn of a session."""
 
 
 Event = Delta | Completion

@@ -1,4 +1,4 @@
-"""Which choices of a request were in forwards that failed, and whether one of them is to blame."""
+"""Forwards that failed with a request's choices, and whether a choice is to blame."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from kvrelay.wire.worker_info import WorkerRole
 
 FORWARD_FAILURES: Final = {FailureReason.FORWARD_FAILED, FailureReason.FORWARD_FAILED_ALONE}
 _SAME_PLACE_TOKENS = 16
-"""A choice that has gained more tokens since a forward failed with it has passed that place. An
-attempt gains a token from its prefill worker in any case, and some from steps in flight."""
+"""The most tokens between two failed forwards at the same place of a choice.
+
+An attempt gains a token from its prefill worker in any case, and some from steps in flight.
+"""
 _WORKERS, _FORWARDS = 2, 3
-"""So many workers, or forwards, must have failed with a choice, the last of them with it alone."""
+"""The numbers of workers, or of forwards, that must fail with a choice before it is to blame.
+
+In the last of them it must be alone.
+"""
 
 
 @dataclass(slots=True)
 class _Blame:
-    """What failed with one choice, one time after the other at about the same place."""
+    """The failed forwards of one choice in a row, at about the same place."""
 
     emitted: int = 0
-    """Its tokens at the last of them."""
+    """The choice's tokens at the last failure."""
     workers: list[str] = field(default_factory=list)
-    """One for each forward."""
+    """The worker of each failed forward."""
 
 
 class FailedForwards:
-    """Finds the choice that breaks the forward wherever it goes, and spares its neighbours.
+    """The search for a choice that breaks every forward, without harm to its neighbours.
 
-    A forward that fails as a whole says nothing of the requests in it: one of them may be
-    to blame, or the worker. So each is tried again, alone in its forwards and if possible
-    elsewhere, and that is none of the failures that `max_attempts` bounds. A choice is to
-    blame if a forward fails with it alone, after one failed on another worker; where there
-    is no other, after two. Until then the worker itself has had the chance to give up,
-    after `failed_forwards_limit` of them in a row.
+    A forward that fails as a whole does not tell which request is to blame, or whether the worker
+    is. So each choice is tried again, alone in its forwards, if possible on another worker.
+    `max_attempts` does not count these failures. A choice is to blame if a forward fails with it
+    alone, after one has failed on another worker. Without another worker, two must have failed
+    before. By then the worker itself could have given up, after `failed_forwards_limit` failed
+    forwards in a row.
     """
 
     def __init__(self) -> None:
@@ -43,7 +48,7 @@ class FailedForwards:
         self._suspected: dict[int, set[WorkerRole]] = {}  # by choice
 
     def suspect(self, choice: int, role: WorkerRole) -> None:
-        """A choice may break forwards on workers of this role: it is to be computed alone there."""
+        """Note that a choice may break forwards on this role's workers: compute it alone there."""
         self._suspected.setdefault(choice, set()).add(role)
 
     def suspected_on(self, choices: Iterable[int]) -> Set[WorkerRole]:
@@ -51,9 +56,10 @@ class FailedForwards:
         return {role for choice in choices for role in self._suspected.get(choice, ())}
 
     def add(self, choice: int, emitted: int, worker: str, *, alone: bool) -> bool:
-        """A forward has failed with a choice that had so many tokens; whether it is to blame.
+        """Note a forward that failed with a choice; return whether the choice is to blame.
 
-        `worker` is its incarnation, or anything that stands for it.
+        `emitted` is the number of the choice's tokens; `worker` is an incarnation, or a stand-in
+        for it.
         """
         blame = self._blames.setdefault(choice, _Blame())
         if emitted - blame.emitted > _SAME_PLACE_TOKENS:

@@ -1,4 +1,4 @@
-"""When and where a request is submitted, and whether again after an attempt ended early.
+"""Placement of a request's attempts, and the decision on a retry after one ended early.
 
 `LiveRequest` asks here and submits the new attempt itself.
 """
@@ -24,18 +24,20 @@ from kvrelay.wire.output import FailureReason
 from kvrelay.wire.worker_info import WorkerRole
 
 _PAUSES_SECONDS = (0.05, 0.5)
-"""Before the retry after a choice's first failure, and after its others. By then the router
-knows who else was lost with the worker, and a fault that passes has passed."""
+"""The pause before the retry after a choice's first failure, and after each later one.
+
+By then the router knows of other losses with the worker, and a passing fault has passed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Choices are to be submitted again."""
+    """Choices that are to be submitted again."""
 
     reason: str
-    """Its value of the `reason` metric label."""
+    """The value of the `reason` metric label."""
     detail: str
-    """Why the attempt before ended."""
+    """Why the earlier attempt ended."""
     pause_seconds: float = 0.0
 
 
@@ -45,19 +47,19 @@ class _Failures:
 
     count: int
     emitted: int
-    """Its tokens at the last of them."""
+    """The choice's tokens at its latest failure."""
 
 
 class Failover:
-    """Finds workers for the attempts of one request, and decides on its retries.
+    """Placement of one request's attempts, and the decisions on its retries.
 
-    A choice whose attempt was retracted is always submitted again. One whose
-    attempt failed is, too, unless that was its `max_attempts`-th failure without a
-    new token in between, or the router is `strict`: then the request fails. The new
-    attempt gets the prompt and what was emitted, on workers that are chosen anew. A
-    worker of an attempt that failed is chosen only if there is no other; and where decode
-    workers compute prompts, too, another attempt's prompt is computed by the other role. A
-    forward that failed as a whole is no failure of its choices: see `FailedForwards`.
+    A choice whose attempt was retracted is always submitted again. A choice whose attempt failed is
+    submitted again, too, with two exceptions. The request fails at the choice's `max_attempts`-th
+    failure without a new token in between, and at once if the router is `strict`. The new attempt
+    gets the prompt and the emitted tokens, on workers that are chosen anew. A worker of a failed
+    attempt is chosen only if there is no other. Where decode workers compute prompts, too, the next
+    attempt's prompt is computed by the other role. A forward that failed as a whole is no failure
+    of its choices: see `FailedForwards`.
     """
 
     def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
@@ -74,14 +76,14 @@ class Failover:
     def decide(
         self, verdict: AttemptRetracted | AttemptFailed, unfinished: Mapping[int, int]
     ) -> Retry:
-        """How the unfinished choices of an attempt that ended are submitted again.
+        """Decide how the unfinished choices of an attempt that ended are submitted again.
 
         Args:
-            verdict: how it ended.
-            unfinished: those choices, and how many tokens of each were emitted by now.
+            verdict: how the attempt ended.
+            unfinished: the emitted tokens of each unfinished choice.
 
         Raises:
-            RequestError: they are not; the request ends with this error.
+            RequestError: there is no retry; the request ends with this error.
         """
         if isinstance(verdict, AttemptRetracted):
             return Retry("retracted", verdict.detail)
@@ -103,14 +105,14 @@ class Failover:
         return Retry(verdict.reason, str(verdict.error), pause)
 
     def _count_failure(self, choice: int, emitted: int) -> int:
-        """Count a failure of a choice; returns its failures since its latest new token."""
+        """Count a failure of a choice; return its failures since its latest new token."""
         before = self._failures.get(choice, _Failures(0, 0))
         count = 1 if emitted > before.emitted else before.count + 1
         self._failures[choice] = _Failures(count, emitted)
         return count
 
     def _count_failed_forward(self, verdict: AttemptFailed, choice: int, emitted: int) -> int:
-        """Note a forward that failed with a choice; that is no failure of it."""
+        """Note a forward that failed with a choice; it is no failure of the choice."""
         [worker] = verdict.suspects
         self.forward_failed(choice, emitted, worker, verdict.reason, str(verdict.error))
         return 0
@@ -118,7 +120,7 @@ class Failover:
     def forward_failed(
         self, choice: int, emitted: int, worker: str, reason: FailureReason, detail: str
     ) -> None:
-        """Note a forward that failed with a choice; raises InternalFailure if it is to blame."""
+        """Note a forward that failed with a choice; raise InternalFailure if that is to blame."""
         alone = reason is FailureReason.FORWARD_FAILED_ALONE
         if self._failed_forwards.add(choice, emitted, worker, alone=alone):
             raise InternalFailure(f"{detail} (with this request alone, and before)")
@@ -128,15 +130,15 @@ class Failover:
         return self._failed_forwards.suspected_on(choices)
 
     async def place(self, demand: Demand, detail: str) -> Placement:
-        """Workers for the next attempt, for which it waits up to `failover_wait` seconds.
+        """Find workers for the next attempt; wait for them up to `failover_wait` seconds.
 
         Args:
             demand: what the attempt needs.
             detail: why the attempt before ended.
 
         Raises:
-            Unavailable: none were ready in that time, or the model that was served when the
-                request was first submitted is served no more.
+            Unavailable: none were ready in that time, or the model of the request's first attempt
+                is not served any more.
         """
         seconds = self._config.failover_wait
         found = await self._place_within(seconds, demand, lambda: True)
@@ -148,12 +150,12 @@ class Failover:
         ) from found
 
     async def place_first(self, request: GenerationRequest) -> Placement:
-        """Workers for the first attempt, for which it waits up to `worker_wait` seconds.
+        """Find workers for the first attempt; wait for them up to `worker_wait` seconds.
 
-        Whether they are in time for its deadline is not looked at.
+        The request's deadline is not considered.
 
         Raises:
-            Unavailable: none were ready in that time, or none are on their way any more.
+            Unavailable: none were ready in that time, or no more workers are expected.
         """
         seconds, outcome = self._config.worker_wait, "left"
         demand = Demand.of(request)
@@ -176,13 +178,13 @@ class Failover:
     def place_in_time(
         self, request: GenerationRequest, placement: Placement, deadline: float | None
     ) -> Placement:
-        """The placement, or a sooner one if the deadline needs it; see `DeadlineCheck.place`."""
+        """Return the placement, or one that the deadline needs; see `DeadlineCheck.place`."""
         return self._deadlines.place(request, placement, deadline)
 
     async def _place_within(
         self, seconds: float, demand: Demand, hope: Callable[[], bool]
     ) -> Placement | Unavailable:
-        """Workers as soon as they are ready; what is missing if the time, or the hope, ends."""
+        """Find workers as soon as they are ready; return the shortage if time or hope ends."""
         missing = Unavailable("no workers were looked for")
         demand = replace(demand, suspects=self._suspects, failed_by=self._failed_by)
         with contextlib.suppress(TimeoutError):
@@ -198,7 +200,7 @@ class Failover:
         return missing
 
     def _check_model(self) -> None:
-        """The output of two models must not come in one stream."""
+        """Raise Unavailable if another model is served now: a stream must not mix two models."""
         served = self._fleet.model.digest
         if self._model and served and self._model != served:
             began, now = self._model.name, served.name

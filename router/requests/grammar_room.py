@@ -1,4 +1,4 @@
-"""How much the grammars of live requests may take: workers hold them as long as these live."""
+"""Room for the grammars of live requests: workers hold them as long as the requests live."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvrelay.router.generation import GenerationRequest
 
 
 class GrammarRoom:
-    """Refuses requests whose grammars would take too much, of one caller or of all.
+    """A bound on the grammars of live requests, of one caller and of all.
 
-    Equal grammars are compiled once, and count once. As in `TokenLimits` nothing is counted here
-    that could go astray: what is taken is read off the live requests.
+    Equal grammars are compiled once, and count once. As in `TokenLimits`, no counter is kept that
+    could drift: the sum is taken over the live requests.
 
     Args:
-        most_bytes: of all grammars together.
-        token_limits: refuses what is over the limit of a token.
-        retry_after_ms: when a client that was refused should try again.
+        most_bytes: the most bytes of all grammars together.
+        token_limits: refuses requests over the limit of a token.
+        retry_after_ms: the time after which a refused client should try again.
     """
 
     def __init__(self, most_bytes: int, token_limits: TokenLimits, retry_after_ms: int) -> None:
@@ -28,10 +28,10 @@ class GrammarRoom:
         self._retry_after_ms = retry_after_ms
 
     def check(self, request: GenerationRequest, live: Iterable[GenerationRequest]) -> None:
-        """Returns if the request's grammar has room beside those of all that are live.
+        """Check that the request's grammar has room beside those of all live requests.
 
         Raises:
-            InvalidField: it takes more than there ever is.
+            InvalidField: it alone takes more than is allowed.
             OverLimit: the caller's would take more than its token allows.
             GrammarsFull: all would take more than the router allows.
         """
@@ -60,7 +60,7 @@ class GrammarRoom:
 
 
 def _bytes_of(requests: Iterable[GenerationRequest], beside: GenerationRequest) -> int:
-    """What the grammars of requests take, each once, and less that of `beside`."""
+    """The bytes of the requests' grammars, each counted once, without the one of `beside`."""
     sizes = {one.grammar.key: one.grammar.num_bytes for one in requests if one.grammar is not None}
     if beside.grammar is not None:
         sizes.pop(beside.grammar.key, None)

@@ -1,7 +1,7 @@
-"""A coroutine that goes on in the turn of who brings what it waits for.
+"""A coroutine that continues in the caller that brings its input, without a task of its own.
 
-A task would wait for a turn of its own, and be woken for it: for each token of each stream, and
-again when that is written.
+A task would be woken in a later turn of the event loop, for each token of each stream. It would be
+woken again when the token is written.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from typing import Any, Final, Protocol, Self
 
 
 class Awaited(Protocol):
-    """What a coroutine may wait for: `MORE`, or asyncio's future."""
+    """An object that a coroutine may await: `MORE`, or asyncio's future."""
 
     def done(self) -> bool:
-        """Whether to go on."""
+        """Whether the wait is over."""
         ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
-        """Has this called when it is done."""
+        """Have `callback` called when it is done."""
         ...
 
     def cancel(self) -> bool:
-        """Nobody waits for it any more; returns False if it is done."""
+        """Cancel the wait; returns False if it is done."""
         ...
 
 
 class _More:
-    """Is done whenever somebody asks: who awaits it looks at what there is, and awaits it again."""
+    """An awaitable that is always done: its coroutine looks for input, then awaits it again."""
 
     def __await__(self) -> Generator[Self, None, None]:
         yield self
 
     def done(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Nothing: only `EagerRun.go_on` tells that there may be more."""
+        """Do nothing: only `EagerRun.go_on` tells that there may be more."""
 
     def cancel(self) -> bool:
-        """True: what awaits it is not run again."""
+        """Return True: its coroutine is not run again."""
         return True
 
 
 MORE: Final = _More()
-"""Await it until there is more to do."""
+"""The object to await until there may be more to do."""
 
 
 class EagerRun:
-    """Runs a coroutine whenever it is told to, without turns of the event loop.
+    """A coroutine that runs whenever it is told to, without turns of the event loop.
 
     Nothing in the coroutine may need a task of its own, as `asyncio.timeout` and `asyncio.sleep(0)`
     do.
 
     Args:
         coroutine: awaits `MORE` and futures.
-        may_rest: whether nobody misses what the coroutine does after a future that it awaits, until
-            it is told to go on; else it goes on when the future is done. None: never.
+        may_rest: whether the coroutine may stop after a future that it awaits, until `go_on`.
+            Otherwise it continues when the future is done. None: it may never stop.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class EagerRun:
         self._may_rest = may_rest
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._awaited: Awaited | None = None
-        self._is_called = False  # when that is done
+        self._is_called = False  # when the awaited one is done
 
     @property
     def is_over(self) -> bool:
-        """Nobody waits for its end any more: it has come, or was cancelled."""
+        """Whether nobody waits for its end any more: it has ended, or was cancelled."""
         return self._ended.done()
 
     async def end(self) -> None:
-        """Begins, and waits for the end; raises what the coroutine raises.
+        """Begin, and wait for the end; raise what the coroutine raises.
 
-        A cancellation cancels what the coroutine waits for. If that is done already, a coroutine
-        that never rests is cancelled all the same, as a task is. One that may rest goes on until it
-        waits again, because what it does after a future frees what it held: it must look at
+        A cancellation cancels the awaited future. If that is done already, a coroutine that may
+        never rest is cancelled all the same, as a task is. A coroutine that may rest runs on until
+        it awaits again, because its code after a future frees what it held. It must look at
         `is_over` before it begins anything else.
         """
         self._run()
@@ -93,7 +93,7 @@ class EagerRun:
             raise
 
     def go_on(self) -> None:
-        """Runs the coroutine until it waits, unless what it waits for is not done; then later."""
+        """Run the coroutine until it waits; if its awaited future is not done, run it later."""
         awaited = self._awaited
         if awaited is None or self._is_called or self._ended.done():
             return

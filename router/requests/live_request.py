@@ -1,6 +1,6 @@
 """One request from its admission to its outcome.
 
-Calls go down, and what is called returns a value and knows none of its callers::
+Calls go downwards; a callee returns a value and knows none of its callers::
 
     LiveRequest           whatever happens to the request comes in here: readers come and go,
     │                     workers report or are lost, somebody aborts it, the router stops
@@ -8,9 +8,9 @@ Calls go down, and what is called returns a value and knows none of its callers:
     ├── Attempt           sends commands to workers; turns their ends into a verdict
     └── Failover          finds workers, and decides whether and when to retry
 
-Whatever changes the stream is a method of `LiveRequest`, which calls `_settle` after that: readers
-are sent what is new. If that is the outcome, whatever caused it, the attempts and the submissions
-that wait are cancelled, and `on_end` is called, once.
+Only methods of `LiveRequest` change the stream, and each calls `_settle` at its end: readers are
+sent the new events. With the outcome, whatever its cause, the attempts and the waiting submissions
+are cancelled, and `on_end` is called, once.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ _log = logging.getLogger(__name__)
 
 
 class LiveRequest:
-    """Keeps an attempt running on every unfinished choice of a request, until the outcome.
+    """A request with an attempt on every unfinished choice, until the outcome.
 
-    When its last reader leaves before the outcome, the request is aborted; it fails if that reader
-    was too slow, or left because of its deadline.
+    When its last reader leaves before the outcome, the request is aborted. If that reader was too
+    slow, or left because of its deadline, the request fails.
 
     Args:
-        request: what was asked for.
-        stream: its output.
-        readers: of that stream.
+        request: the validated request.
+        stream: the request's output.
+        readers: the readers of that stream.
         failover: finds workers for it, and decides on its retries.
         metrics: the router's.
         stopwatch: runs since it arrived.
-        attempt_numbers: none of them repeats on a router.
+        attempt_numbers: numbers that never repeat on a router.
         on_end: called once, when it has its outcome.
-        trace: of a request that is traced.
+        trace: the trace of a traced request.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LiveRequest:
         self.generated_on = ""
         """The incarnation of the worker that generates, or did last; empty: none did."""
         self.waits_for_workers = False
-        """It has had no attempt, because no workers could take it."""
+        """Whether it has had no attempt yet, because no workers could take it."""
         self._stream = stream
         self._failover = failover
         self._metrics = metrics
@@ -98,48 +98,48 @@ class LiveRequest:
 
     @property
     def outcome(self) -> Completion | RequestError | None:
-        """How the request ended; None: it has not."""
+        """The end of the request; None: it has not ended."""
         return self._stream.outcome
 
     @property
     def log_fields(self) -> dict[str, str | None]:
-        """What a message about the request says beside its text."""
+        """The fields of a log message about the request, beside its text."""
         trace_id = None if self._trace is None else self._trace.trace_id
         return {"request_id": self.request.request_id, "trace_id": trace_id}
 
     @property
     def output_ids(self) -> list[Sequence[int]]:
-        """The tokens that its readers were told, of each choice."""
+        """The tokens that its readers have received, of each choice."""
         return [choice.emitted for choice in self._stream.choices]
 
     @property
     def streaming(self) -> bool:
-        """Its first token has come, of whichever choice."""
+        """Whether its first token has come, of any choice."""
         return self._stream.streaming
 
     @property
     def history(self) -> Sequence[int] | None:
-        """Prompt and output, if it is a turn that has ended well."""
+        """Prompt and output, if the request is a turn that has ended well."""
         return self._stream.history
 
     @property
     def history_digest(self) -> str:
-        """Of its history; empty if there is none."""
+        """The digest of its history; empty: it has none."""
         outcome = self.outcome
         return outcome.history_digest if isinstance(outcome, Completion) else ""
 
     def check_same(self, fingerprint: bytes) -> None:
-        """Raises `AlreadyExists` for a request with this one's id and another body."""
+        """Raise `AlreadyExists` for a request with this one's id and another body."""
         if self.request.fingerprint != fingerprint:
             raise AlreadyExists(self.request.request_id)
 
     def start(self, placement: Placement) -> None:
-        """Submits all choices to these workers, as the first attempt."""
+        """Submit all choices to these workers, as the first attempt."""
         self._stopwatch.admitted(len(self.request.input_ids))
         self._submit(range(self.request.params.n), placement)
 
     def start_later(self) -> None:
-        """Submits all choices once there are workers for them; fails if none come in time."""
+        """Submit all choices once there are workers for them; fail if none come in time."""
         self._stopwatch.admitted(len(self.request.input_ids))
         self.waits_for_workers = True
         self._run(self._start_when_placed())
@@ -153,21 +153,21 @@ class LiveRequest:
             )
             self._submit(range(self.request.params.n), placement)
 
-    # What clients and the router's stop do.
+    # Calls from clients and the router's stop.
 
     @contextlib.contextmanager
     def reader(
         self, timeout: asyncio.Timeout | None = None, deadline: float | None = None
     ) -> Iterator[Reader]:
-        """Attaches a reader for as long as the context lasts.
+        """Attach a reader for as long as the context lasts.
 
-        The events, serialized, are all deltas from the first, then the completion; an outcome
-        that is an error is raised in its place.
+        The reader gets the serialized events: all deltas from the first, then the completion. If
+        the outcome is an error, it is raised instead.
 
         Args:
-            timeout: expires when the reader has been too slow.
-            deadline: of its call, on the clock of `time.monotonic`. The request fails at the
-                latest of its readers' deadlines, if all have one.
+            timeout: a timeout that is made to expire when the reader has been too slow.
+            deadline: the call's, on the clock of `time.monotonic`. The request fails at the latest
+                of its readers' deadlines, if all have one.
         """
         reader = self._readers.attach(timeout, deadline)
         self._watch_deadline()
@@ -183,12 +183,12 @@ class LiveRequest:
                 self.abort()
 
     def abort(self) -> None:
-        """Completes the request with what came so far; does nothing if it has its outcome."""
+        """Complete the request with the tokens so far; do nothing if it has its outcome."""
         self._stream.abort()
         self._settle()
 
     def fail(self, error: RequestError) -> None:
-        """Ends the request with an error; does nothing if it has its outcome."""
+        """End the request with an error; do nothing if it has its outcome."""
         self._stream.fail(error)
         self._settle()
 
@@ -201,10 +201,10 @@ class LiveRequest:
             loop, error = asyncio.get_running_loop(), DeadlineExceeded("while it was served")
             self._at_deadline = loop.call_at(deadline, self.fail, error)
 
-    # What workers report: `worker_link.Listener`.
+    # Reports of workers: `worker_link.Listener`.
 
     def on_output(self, role: WorkerRole, output: RequestOutput) -> None:
-        """A worker produced tokens for a choice, or ended it."""
+        """Take tokens that a worker produced for a choice, or the choice's end."""
         if self.outcome is not None:
             return
         try:  # for each token: a context manager costs more
@@ -220,7 +220,7 @@ class LiveRequest:
     def on_token(
         self, role: WorkerRole, attempt: int, choice: int, index: int, token_id: int
     ) -> None:
-        """As `on_output`, of one token and nothing else."""
+        """Take one token without an end, as `on_output` does."""
         if self.outcome is not None:
             return
         try:
@@ -238,7 +238,7 @@ class LiveRequest:
         self._settle()
 
     def on_lost(self, attempt: int, endpoint: WorkerInfo, detail: str) -> None:
-        """A worker is lost and has released this attempt, or died with it."""
+        """Take the loss of a worker that has released this attempt, or died with it."""
         self._lost_attempts.add(attempt)
         lost = self._attempts.get(attempt)
         if self.outcome is None and lost is not None:
@@ -246,16 +246,16 @@ class LiveRequest:
                 self._act_on(lost, lost.on_lost(endpoint, detail))
 
     def has_lost(self, attempt: int) -> bool:
-        """Whether this attempt at it was lost with a worker."""
+        """Whether this attempt at the request was lost with a worker."""
         return attempt in self._lost_attempts
 
     def on_killed(self, output: RequestOutput) -> None:
-        """A lost attempt was in the forward that killed its worker, says the worker's successor."""
+        """Take a report that a lost attempt was in the forward that killed its worker."""
         if self.outcome is not None or output.end is None or output.end.cause is None:
             return
         choice, end = output.key.choice, output.end
         told = (output.key.attempt, choice)
-        if told in self._told_killed:  # it is told again whenever the link is made anew
+        if told in self._told_killed:  # repeated whenever the link is made anew
             return
         self._told_killed.add(told)
         emitted = len(self._stream.choices[choice].emitted)
@@ -266,7 +266,7 @@ class LiveRequest:
 
     @contextlib.contextmanager
     def _ending_with_its_errors(self) -> Iterator[None]:
-        """Fails this request, and no other, with what is raised within; closes it if it is over."""
+        """Fail this request alone with any error raised within; close it if it is over."""
         try:
             yield
         except Exception as error:
@@ -291,7 +291,7 @@ class LiveRequest:
             self._act_on(attempt, attempt.on_end(role, choice, output.end))
 
     def _settle(self) -> None:
-        """Sends readers what the stream has now, and closes the request if it is over."""
+        """Send readers the new events, and close the request if it is over."""
         self._readers.go_on()
         if self.outcome is not None and not self._closed:
             self._close(self.outcome)
@@ -312,7 +312,7 @@ class LiveRequest:
     # Retries.
 
     def _act_on(self, attempt: Attempt, verdict: Verdict | None) -> None:
-        """Retries the choices that an attempt left unfinished; raises the request's error."""
+        """Retry the choices that an attempt left unfinished; raise the request's error."""
         if verdict is None:
             return
         self._trace_end_of(attempt, verdict)
@@ -329,7 +329,7 @@ class LiveRequest:
             self._run(self._retry(batch, retry, attempt.number))
 
     def _batches(self, choices: Set[int]) -> list[range]:
-        """These choices as they are submitted: one by one, or neighbours that emitted nothing."""
+        """Group these choices for submission: one by one, or neighbours without emitted tokens."""
         batches: list[range] = []
         for choice in sorted(choices):
             last = batches[-1] if batches else range(0)
@@ -340,7 +340,7 @@ class LiveRequest:
         return batches
 
     def _run(self, submission: Coroutine[Any, Any, None]) -> None:
-        """Lets it run until the request's end at most."""
+        """Run a submission, until the request's end at most."""
         task = asyncio.create_task(submission)
         self._submissions.add(task)
         task.add_done_callback(self._submissions.discard)
@@ -386,6 +386,6 @@ class LiveRequest:
         self._trace.attempt_ended(attempt.number, error)
 
     def _emitted(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """What these choices have told their readers, one after the other."""
+        """The tokens that these choices have emitted, one choice after the other."""
         emitted = (self._stream.choices[choice].emitted for choice in choices)
         return tuple(itertools.chain.from_iterable(emitted))

@@ -32,10 +32,10 @@ from kvrelay.wire.output import RequestOutput
 
 
 class LiveRequests:
-    """Admits requests, finds them by id, and drops them when they end.
+    """All live requests: admitted here, found by id, and dropped when they end.
 
-    Attempt numbers never repeat on a router, so a worker that still releases an
-    ended request does not mix it up with a new one of the same id.
+    Attempt numbers never repeat on a router. So a worker that still releases an ended request does
+    not confuse it with a new one of the same id.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LiveRequests:
         return len(self._live)
 
     def count(self, *, streaming: bool) -> int:
-        """Live requests whose first token has come, or has not; callable from any thread."""
+        """Count live requests whose first token has come, or has not; callable from any thread."""
         return sum(live.streaming is streaming for live in list(self._live.values()))
 
     @property
@@ -69,21 +69,21 @@ class LiveRequests:
         return sum(live.waits_for_workers for live in list(self._live.values()))
 
     def get(self, caller: Caller, request_id: str) -> LiveRequest | None:
-        """The caller's live request with this id."""
+        """The caller's live request with this id; None: there is none."""
         return self._live.get((caller.name, request_id))
 
     @property
     def closing(self) -> bool:
-        """It admits no more, because the router is stopping."""
+        """Whether no more requests are admitted, because the router is stopping."""
         return self._closing
 
     @contextlib.contextmanager
     def slot(self, caller: Caller) -> Iterator[None]:
-        """Counts one more request of the caller as live while it is validated.
+        """Count one more request of the caller as live while it is validated.
 
         Raises:
             OverLimit: the caller has as many live requests as its token allows.
-            Overloaded: `max_live_requests` are live, or are validated.
+            Overloaded: `max_live_requests` are live, or being validated.
             Unavailable: the router is stopping.
         """
         if self._closing:
@@ -98,7 +98,7 @@ class LiveRequests:
             yield
         finally:
             self._validating[caller.name] -= 1
-            self._validating += Counter()  # forgets the names that are at zero
+            self._validating += Counter()  # drops the names at zero
 
     def open(
         self,
@@ -108,25 +108,25 @@ class LiveRequests:
         form: Form,
         trace: RequestTrace | None = None,
     ) -> LiveRequest:
-        """The caller's live request with this id and body, or a new one, submitted to its workers.
+        """Return the caller's live request with this id and body, or submit a new one.
 
         The caller holds a `slot`, and attaches a reader before it awaits anything.
 
         Args:
-            request: what is asked for.
+            request: the validated request.
             stopwatch: runs since it arrived.
-            deadline: of its call, on the clock of `time.monotonic`.
-            form: of a new one's events.
-            trace: of a new one that is traced.
+            deadline: the call's, on the clock of `time.monotonic`.
+            form: the form of a new request's events.
+            trace: the trace of a new request that is traced.
 
         Raises:
             AlreadyExists: a live request of the caller has this id and another body.
-            DeadlineTooNear: a new one's first token cannot be expected in time.
+            DeadlineTooNear: a new request's first token cannot be expected in time.
             OverLimit: with it more prompt tokens would wait than the caller's token allows.
-            Unavailable: no workers are ready for it, and none are on their way or too many
-                requests wait for them; or the router is stopping.
-            GrammarsFull: with its grammar those of live requests would take too much.
-            InvalidField: its grammar alone does.
+            Unavailable: no workers are ready for it, and none are expected or too many requests
+                wait for them; or the router is stopping.
+            GrammarsFull: with this grammar, the grammars of live requests would take too much.
+            InvalidField: its grammar alone takes too much.
         """
         running = self._live.get(request.id)
         if running is None:
@@ -135,20 +135,20 @@ class LiveRequests:
         return running
 
     def on_killed(self, output: RequestOutput) -> None:
-        """An attempt was in the forward that killed its worker; see `LiveRequest.on_killed`."""
+        """Take a report of a forward that killed its worker; see `LiveRequest.on_killed`."""
         for live in list(self._live.values()):
             if live.has_lost(output.key.attempt):
                 live.on_killed(output)
 
     def abort(self, caller: Caller, request_id: str) -> bool:
-        """Ends the caller's live request with exactly this id; returns False if there is none."""
+        """End the caller's live request with exactly this id; return False if there is none."""
         live = self.get(caller, request_id)
         if live is not None:
             live.abort()
         return live is not None
 
     async def close(self, grace_seconds: float) -> None:
-        """Admits no more requests, waits for the live ones, fails those left after the grace."""
+        """Admit no more requests, wait for the live ones, fail the rest after the grace."""
         self._closing = True
         try:
             async with asyncio.timeout(grace_seconds):
@@ -197,7 +197,7 @@ class LiveRequests:
         return live
 
     def _place(self, request: GenerationRequest) -> Placement | None:
-        """Workers for its first attempt; None: it waits for workers that are on their way."""
+        """Find workers for its first attempt; None: it must wait for expected workers."""
         demand = Demand.of(request)
         try:
             return self._fleet.place(demand)

@@ -1,4 +1,4 @@
-"""Puts output tokens in order: two workers deliver them in any."""
+"""Output tokens put in order: two workers deliver them in any order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvrelay.wire.output import SampledToken
 
 
 class TokenMerge:
-    """Orders tokens by their index; the first token that comes for an index stays.
+    """A merge of tokens by their index; the first token that comes for an index stays.
 
-    Those at ``[0, len(taken_ids))`` were taken. Those above wait for a token before them.
+    Tokens at ``[0, len(taken_ids))`` were taken. Later ones wait for a token before them.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class TokenMerge:
         return self._taken
 
     def add(self, index: int, tokens: Sequence[SampledToken]) -> int:
-        """Adds tokens whose first is at `index`; indexes that have a token keep it.
+        """Add tokens whose first is at `index`; indexes that have a token keep it.
 
         Returns how many of the tokens differ from the one that stays.
         """
@@ -38,7 +38,7 @@ class TokenMerge:
         return contradicted
 
     def take(self) -> tuple[SampledToken, ...]:
-        """Takes and returns the next tokens, up to the first that is missing."""
+        """Take and return the next tokens, up to the first that is missing."""
         ready = []
         while (token := self._early.pop(len(self._taken), None)) is not None:
             ready.append(token)
@@ -46,17 +46,17 @@ class TokenMerge:
         return tuple(ready)
 
     def take_next(self, index: int, token_id: int) -> bool:
-        """Takes a token if it is the next and no other waits; returns whether it did."""
+        """Take a token if it is the next and no other waits; return whether it was taken."""
         if self._early or index != len(self._taken):
             return False
         self._taken.append(token_id)
         return True
 
     def forget_early(self) -> None:
-        """Drops the tokens that wait for a token before them."""
+        """Drop the tokens that wait for a token before them."""
         self._early.clear()
 
     @property
     def gapless(self) -> bool:
-        """At least one token was taken, and none waits for a token before it."""
+        """Whether at least one token was taken, and none waits for a token before it."""
         return bool(self._taken) and not self._early

@@ -21,12 +21,12 @@ _FINISH_REASONS = {EndReason.STOP: FinishReason.STOP, EndReason.LENGTH: FinishRe
 
 
 class Choice:
-    """Makes ordered deltas of what workers report for one output, until it ends.
+    """One output of a request: ordered deltas from the workers' reports, until it ends.
 
     Args:
-        index: which of the request's outputs it is.
-        text: makes text of its tokens.
-        rules: what ends it.
+        index: its number among the request's outputs.
+        text: decodes its tokens to text.
+        rules: its stop conditions.
     """
 
     def __init__(self, index: int, text: TextStream, rules: StopConditions) -> None:
@@ -36,7 +36,7 @@ class Choice:
         self._rules = rules
         self._merge = TokenMerge()
         self._final: RequestEnd | None = None  # kept until all tokens before it are here
-        self._earlier = PhaseTimings()  # of its attempts that are over
+        self._earlier = PhaseTimings()  # timings of its attempts that are over
         self._current = PhaseTimings()
 
     @property
@@ -50,10 +50,10 @@ class Choice:
         return self._earlier.plus(self._current)
 
     def take(self, output: RequestOutput) -> tuple[Delta | None, int]:
-        """Adds tokens, which may come in any order, and the end if it completes the choice.
+        """Add tokens, which may come in any order, and the end if it completes the choice.
 
-        Returns what is new to readers, and how many tokens contradicted one that
-        was known already, which stays.
+        Returns the delta that is new to readers, and how many tokens contradicted one that was
+        known already; the known one stays.
         """
         if output.timings is not NO_TIMINGS:
             self._current = self._current.merged(output.timings)
@@ -66,26 +66,26 @@ class Choice:
         return self._finish(tokens, self._final), contradicted
 
     def take_next(self, index: int, token_id: int) -> str | None:
-        """As `take`, of one token without an end; returns its text.
+        """Add one token without an end, as `take` does; return its text.
 
-        None, and nothing was added: it is not the next, or the end waits for it, or others do.
+        Return None and add nothing if it is not the next token, or if the end or later tokens wait.
         """
         if self._final is not None or not self._merge.take_next(index, token_id):
             return None
         return self._text.push(token_id)
 
     def abort(self) -> Delta | None:
-        """Ends the choice with what came so far; returns None if it has ended."""
+        """End the choice with the tokens that came so far; return None if it has ended."""
         if self.ended is not None:
             return None
         self.ended = ChoiceEnd(FinishReason.ABORT, None)
         return self._delta((), self._text.finish())
 
     def interrupt(self) -> Delta | None:
-        """Its attempt is over: drops tokens that wait for others which will not come.
+        """Drop early tokens of an attempt that is over: the ones before them will not come.
 
-        If what was emitted is complete, though the worker's report of that was lost,
-        the choice ends here. Otherwise another attempt goes on after `emitted`.
+        If the emitted tokens are complete, and only the worker's report of it was lost, the choice
+        ends here. Otherwise another attempt goes on after `emitted`.
         """
         self._earlier, self._current = self.timings, PhaseTimings()
         self._merge.forget_early()
@@ -94,7 +94,7 @@ class Choice:
         return self._finish((), complete) if complete else None
 
     def _complete(self) -> RequestEnd | None:
-        """The end that a worker would report with the last token that was emitted, if any."""
+        """The end that a worker would report with the last emitted token, if any."""
         count, rules = len(self.emitted), self._rules
         if count and count >= rules.min_tokens:
             if self.emitted[-1] in rules.stop_token_ids:

@@ -15,29 +15,28 @@ from kvrelay.wire.history_digest import history_digest
 from kvrelay.wire.output import PhaseTimings, RequestOutput, SampledToken
 
 _MAX_PROMPT_LOGPROBS: Final = 1024
-"""Of one delta: with twenty alternatives 300 KB, where many clients take no more than 4 MiB."""
+"""The most logprobs of one delta: 300 KB with 20 alternatives; many clients allow only 4 MiB."""
 
 _NOTHING: Final = array("I")
 
 Form = Callable[[Event], bytes]
-"""Makes of an event what the request's readers are sent, as their door speaks."""
+"""A function that serializes an event for the request's readers, as their door speaks."""
 
 
 class OutputStream:
-    """Makes one stream of events from what workers report, for any number of readers.
+    """One stream of events from the workers' reports, for any number of readers.
 
     The deltas of each choice are in order. All events are kept until the request is over, for
-    readers that come late, as the bytes that each reader is sent: with log-probabilities, a tenth
-    of what the objects would take. There is exactly one outcome, a
-    completion or an error; once set it never changes, and what comes after it
-    must not be given here. It calls nobody when there are events, or when that is set:
-    whoever called the method that did so tells the readers and looks at `outcome`.
+    readers that come late. They are kept as the bytes that each reader is sent: with
+    log-probabilities, a tenth of the objects' size. There is exactly one outcome, a completion or
+    an error. Once set it never changes, and later reports must not be given here. The stream has no
+    callbacks: after each call, its owner wakes the readers and looks at `outcome`.
 
     Args:
-        request: what was asked for.
+        request: the validated request.
         choices: its outputs, in order.
         stopwatch: runs since the request arrived.
-        form: is called once for each event, in order.
+        form: called once for each event, in order.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class OutputStream:
         self.history: array[int] | None = None
         """Prompt and output of a session's turn that has ended well."""
         self.published_bytes = 0
-        """Of all events."""
+        """The bytes of all events."""
         self._request = request
         self._stopwatch = stopwatch
         self._form = form
@@ -62,7 +61,7 @@ class OutputStream:
         self._events: list[bytes] = []
 
     def is_coming(self, number: int) -> bool:
-        """Whether the event of this number is not there, and may come."""
+        """Whether the event of this number is not there yet, and may come."""
         return number >= len(self._events) and self.outcome is None
 
     def event(self, number: int) -> bytes | None:
@@ -78,12 +77,12 @@ class OutputStream:
 
     @property
     def num_events(self) -> int:
-        """Events until now."""
+        """The number of events so far."""
         return len(self._events)
 
     @property
     def streaming(self) -> bool:
-        """The first token has come, of whichever choice."""
+        """Whether the first token has come, of any choice."""
         return any(choice.emitted for choice in self.choices)
 
     @property
@@ -93,7 +92,7 @@ class OutputStream:
         return self._request.params.prompt_logprobs if is_due else None
 
     def take(self, output: RequestOutput) -> None:
-        """Adds a worker's tokens, which may come in any order, and the end that it reports."""
+        """Add a worker's tokens, which may come in any order, and the end that it reports."""
         if output.tokens and self._first_attempt is None:
             self._first_attempt = output.key.attempt
         if output.key.attempt == self._first_attempt:  # a later one finds its own pages cached
@@ -108,9 +107,10 @@ class OutputStream:
             self._complete_if_ended()
 
     def take_next(self, attempt: int, choice: int, index: int, token_id: int) -> bool:
-        """Adds a worker's token without an end, if it is the choice's next.
+        """Add a worker's token without an end, if it is the choice's next.
 
-        Returns False, and has added nothing, if it is not, or may not be all that is new.
+        Returns False, and adds nothing, if it is not the next, or if more may be new than this
+        token.
         """
         text = self.choices[choice].take_next(index, token_id)
         if text is None:
@@ -121,7 +121,7 @@ class OutputStream:
         return True
 
     def _take_prompt_logprobs(self, output: RequestOutput) -> None:
-        """Publishes those that have not come before, from an earlier attempt."""
+        """Publish the log-probabilities that have not come before, from an earlier attempt."""
         known = self._num_prompt_logprobs - (output.prompt_index - 1)
         new = output.prompt_logprobs[known:] if known >= 0 else ()
         self._num_prompt_logprobs += len(new)
@@ -130,19 +130,19 @@ class OutputStream:
             self._publish(Delta(0, (), "", prompt_logprobs=piece))
 
     def interrupt(self, choice: int) -> None:
-        """The choice's attempt is over before the choice was; see `Choice.interrupt`."""
+        """Interrupt a choice whose attempt is over before the choice; see `Choice.interrupt`."""
         self._publish(self.choices[choice].interrupt())
         self._complete_if_ended()
 
     def abort(self) -> None:
-        """Completes the request with what came so far; does nothing if it has its outcome."""
+        """Complete the request with the tokens so far; do nothing if it has its outcome."""
         if self.outcome is None:
             for choice in self.choices:
                 self._publish(choice.abort())
             self._complete(FinishReason.ABORT)
 
     def fail(self, error: RequestError) -> None:
-        """Ends the request with an error; does nothing if it has its outcome."""
+        """End the request with an error; do nothing if it has its outcome."""
         if self.outcome is None:
             self._end(error, error.outcome)
 
@@ -178,7 +178,7 @@ class OutputStream:
         self._end(completion, label)
 
     def _history_digest(self) -> str:
-        """Of the history that the turn's session has now; empty if it has none, or is closed."""
+        """The digest of the session's present history; empty: no session, or a closed one."""
         turn = self._request.turn
         return "" if turn is None or turn.is_over else history_digest(self.history or _NOTHING)
 

@@ -1,8 +1,8 @@
-"""Makes text of output tokens that can be streamed.
+"""Text that can be streamed, made from output tokens.
 
-Two stages: a detokenizer that never splits a character, and a buffer that holds
-back text that may still become a stop string. The worker decides where a
-request stops; here no part of a stop string is streamed before that.
+It has two stages: a detokenizer that never splits a character, and a buffer that holds back text
+that may still become a stop string. The worker decides where a request stops; here no part of a
+stop string is streamed before that.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ class TextStream:
     Everything returned, joined, is the tokenizer's own decoding of the pushed
     tokens, cut where the matched stop string begins.
 
-    Do not push the token id that ended the request (end of sequence or one of
-    `stop_token_ids`): as in vLLM it is among the output's token ids and counted
-    in the usage, but has no text.
+    Do not push the token id that ended the request (end of sequence or one of `stop_token_ids`). As
+    in vLLM, it is among the output's token ids and counted in the usage, but has no text.
 
     Args:
-        tokenizer: shared; only decodes here.
+        tokenizer: a shared tokenizer, which only decodes here.
         stop: stop strings; none is ever returned, nor a part of one that is completed.
-        min_tokens: a stop string completed before as many tokens is ordinary
-            text, as it is for the worker.
+        min_tokens: a stop string that is completed before this many tokens is ordinary text, as it
+            is for the worker.
         skip_special_tokens: whether to leave special tokens out of the text.
     """
 
@@ -46,26 +45,26 @@ class TextStream:
         self._pushed = 0
 
     def push(self, token_id: int) -> str:
-        """Adds a token; returns the text that can be streamed now, often none."""
+        """Add a token; return the text that can be streamed now, often none."""
         self._pushed += 1
         piece = self._detokenizer.push(token_id)
         return self._buffer.push(piece, may_stop=self._pushed >= self._min_tokens)
 
     @property
     def matched(self) -> str | None:
-        """The stop string that the text has reached, which ends the output; None: it has not."""
+        """The stop string that the text has reached, which ends the output; None: none yet."""
         return self._buffer.matched
 
     def finish(self, matched_stop: str | None = None) -> str:
-        """The rest of the text: up to `matched_stop` if that ended the output, else all of it."""
+        """Return the rest of the text, up to `matched_stop` if that ended the output."""
         return self._buffer.finish(self._detokenizer.finish(), matched_stop)
 
 
 class StopStringBuffer:
-    """Passes text on, but holds back what may still become a stop string.
+    """A buffer of text that holds back what may still become a stop string.
 
-    ``passed on | held``: `held` begins where the first stop string begins that has
-    occurred or could still be completed.
+    The text is ``passed on | held``. `held` begins with the first stop string that has occurred or
+    could still be completed.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -74,7 +73,7 @@ class StopStringBuffer:
         self._held = ""
 
     def push(self, piece: str, *, may_stop: bool) -> str:
-        """Adds a piece of text; returns the text that can be passed on.
+        """Add a piece of text; return the text that can be passed on.
 
         A stop string that `piece` completes while `may_stop` is false is
         ordinary text, and so is everything before its end.
@@ -96,7 +95,7 @@ class StopStringBuffer:
         return min((stop for stop in self._stop if self._held.startswith(stop)), default=None)
 
     def finish(self, piece: str, matched_stop: str | None) -> str:
-        """Adds the last piece; returns all that is held, up to `matched_stop` if there is one."""
+        """Add the last piece; return all held text, up to `matched_stop` if there is one."""
         held, self._held = self._held + piece, ""
         return held if matched_stop is None else held.partition(matched_stop)[0]
 

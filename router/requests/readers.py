@@ -1,4 +1,4 @@
-"""The clients that read one request's stream: how far each has come, how long each waits."""
+"""The clients that read one request's stream: their positions, and how long each waits."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from kvrelay.router.requests.inline_coroutine import MORE, EagerRun
 from kvrelay.router.requests.output_stream import OutputStream
 
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
-"""Sends an event to a client; is done when the client has room for the next.
+"""A function that sends an event to a client; it is done when there is room for the next.
 
-It may hand the event over before it awaits room (gRPC does) or after that (uvicorn does): see
+It may hand the event over before it awaits room (gRPC does) or after (uvicorn does): see
 `Reader.pass_on`.
 """
 
 _DEADLINE_SLACK_SECONDS: Final = 0.25
-"""A client that leaves so shortly before its deadline leaves because of it: its clock ends the
-call, and the cancellation comes before this router's own clock has got there."""
+"""The time before its deadline within which a client's departure counts as due to the deadline.
+
+The client's clock ends the call, and the cancellation comes before this router's clock has got
+there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the router waits for clients that read slowly."""
+    """The bounds on how long the router waits for clients that read slowly."""
 
     max_unread_bytes: int
-    """Of a client's stream, that came since it attached."""
+    """The most unread bytes of a client's stream that came since it attached."""
     seconds: float
-    """For a client to take one event."""
+    """Seconds for a client to take one event."""
 
 
 class Reader:
-    """One client's place in a request's events, from the first.
+    """The position of one client in a request's events, from the first.
 
-    It keeps no events of its own: those that wait for it are the stream's. An event counts as read
-    when it was written.
+    It keeps no events of its own: unread ones are kept by the stream. An event counts as read when
+    it was written.
 
     Args:
-        stream: the request's.
-        patience: with the client.
-        timeout: of the call, which ends when the patience does; None: it never does.
-        deadline: of the call, on the clock of `time.monotonic`; None: it has none.
+        stream: the request's output.
+        patience: the bounds on a slow client.
+        timeout: the call's, made to expire when the client is too slow; None: the call goes on.
+        deadline: the call's, on the clock of `time.monotonic`; None: it has none.
     """
 
     def __init__(
@@ -69,17 +72,17 @@ class Reader:
         self._timer: asyncio.TimerHandle | None = None
 
     async def pass_on(self, write: Write, *, sends_first: bool = False) -> None:
-        """Writes all events in order, each as soon as it is there and the one before is written.
+        """Write all events in order, each as soon as it is there and the one before is written.
 
-        Raises the request's outcome if that is an error, and what a write raises. Whoever brings an
-        event begins to write it, so a write must need no task of its own.
+        Raises the request's outcome if that is an error, and errors of a write. A write begins in
+        the caller that brings the event, so it must need no task of its own.
 
         Args:
-            write: to the client.
-            sends_first: a write has handed its event over before it awaits anything, so that the
-                end of the last one is looked at when the next event comes. It also goes on after a
-                cancellation if what it awaits is done. Else a write goes on as soon as there is
-                room, and never after a cancellation: it may have kept the event until then.
+            write: writes an event to the client.
+            sends_first: whether a write hands its event over before it awaits anything. The end of
+                a write is then looked at only when the next event comes. It also goes on after a
+                cancellation if its future is done. Otherwise a write goes on as soon as there is
+                room, and never after a cancellation: it may still hold the event.
         """
         self._writing = EagerRun(self._write_all(write), self._is_idle if sends_first else None)
         try:
@@ -103,11 +106,11 @@ class Reader:
             self._number += 1
 
     def _is_idle(self) -> bool:
-        """Whether there is nothing to write after the event that is written now."""
+        """Whether there is nothing to write after the event that is being written."""
         return self._stream.is_coming(self._number + 1)
 
     def go_on(self) -> None:
-        """Begins to write what has come, or ends the call if too much of that waits already."""
+        """Begin to write the new events, or end the call if too many bytes wait already."""
         if self._writing is not None:
             self._writing.go_on()
         unread = self._stream.published_bytes - self._read_bytes
@@ -119,13 +122,13 @@ class Reader:
             self._end_call()
 
     def close(self) -> None:
-        """Its call leaves: nothing ends it any more."""
+        """Detach from its call, which this reader no longer ends."""
         if self._timer is not None:
             self._timer.cancel()
 
     @property
     def error(self) -> RequestError | None:
-        """Why its call ends before the stream does; None: the client left by itself."""
+        """Why its call ends before the stream does; None: the client left of its own accord."""
         if self._too_slow is None and self._timeout is not None and self._timeout.expired():
             self._too_slow = SlowReader(
                 f"the client took nothing of its stream for {self._patience.seconds:g} s "
@@ -141,13 +144,13 @@ class Reader:
             self._timer = self._loop.call_at(self._patience_ends, self._end_patience)
 
     def _end_patience(self) -> None:
-        """Ends the call if it is time for that, else looks again when it may be.
+        """End the call if the client's time is over, else look again later.
 
         A timer for each event would cost more than to read the event.
         """
         self._timer = None
         if self._writing is not None:
-            self._writing.go_on()  # for the write may have ended long ago
+            self._writing.go_on()  # the write may have ended long ago
         if self._loop.time() >= self._patience_ends:
             self._end_call()
         elif self._patience_ends < math.inf and self._timer is None:
@@ -167,8 +170,8 @@ class Readers:
     """All readers of one request.
 
     Args:
-        stream: the request's.
-        patience: with each of them.
+        stream: the request's output.
+        patience: the bounds on each of them.
     """
 
     def __init__(self, stream: OutputStream, patience: Patience) -> None:
@@ -181,23 +184,23 @@ class Readers:
 
     @property
     def deadline(self) -> float | None:
-        """When the last of their calls ends; None: at least one has no deadline."""
+        """The latest deadline of their calls; None: at least one has no deadline."""
         deadlines = [reader.deadline for reader in self._readers]
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(known) if known and len(known) == len(deadlines) else None
 
     def attach(self, timeout: asyncio.Timeout | None, deadline: float | None) -> Reader:
-        """One more."""
+        """Add a reader."""
         reader = Reader(self._stream, self._patience, timeout, deadline)
         self._readers.add(reader)
         return reader
 
     def detach(self, reader: Reader) -> None:
-        """One less."""
+        """Remove a reader."""
         self._readers.discard(reader)
         reader.close()
 
     def go_on(self) -> None:
-        """Begins to write what has come, or ends the calls for which too much waits already."""
+        """Begin to write the new events, or end the calls for which too many bytes wait already."""
         for reader in self._readers:
             reader.go_on()

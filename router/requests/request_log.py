@@ -1,4 +1,4 @@
-"""Logs each request when it ends."""
+"""A log line for each request when it ends."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvrelay.text.encoding import decode
 
 _log = logging.getLogger(__name__)
 _MOST_TOKENS: Final = 4096
-"""Of a prompt, or of an output, that are logged: the first ones."""
+"""The number of tokens of a prompt, or of an output, that are logged: the first ones."""
 
 
 class RequestLog:
-    """Writes a line for each request, at level INFO; prompts and outputs only if it is told to.
+    """A log with a line for each request, at level INFO; prompts and outputs are opt-in.
 
     Args:
-        tokenizer: makes text of their tokens.
-        with_prompts: write them, whatever the level of the process's log is.
+        tokenizer: decodes their tokens.
+        with_prompts: whether to log prompts and outputs, whatever the level of the process's log.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, with_prompts: bool) -> None:
@@ -31,7 +31,7 @@ class RequestLog:
         _log.setLevel(logging.INFO if with_prompts else logging.NOTSET)
 
     def write(self, live: LiveRequest) -> None:
-        """The request has its outcome."""
+        """Write the line of a request that has its outcome."""
         if not _log.isEnabledFor(logging.INFO):
             return
         request, outputs, outcome = live.request, live.output_ids, live.outcome

@@ -21,25 +21,25 @@ from kvrelay.router.placement.fleet import Placement
 from kvrelay.router.requests.events import Completion
 
 ADMISSION: Final = "admission"
-"""From the arrival until the request is validated."""
+"""The span from the arrival until the request is validated."""
 PLACEMENT: Final = "placement"
-"""From the admission, or the end of the attempt before, until workers were found."""
+"""The span from the admission, or the earlier attempt's end, until workers were found."""
 ATTEMPT: Final = "attempt"
-"""From a submission to workers until they have nothing more to say."""
+"""The span from a submission to workers until their last report."""
 CHAT: Final = "chat"
 COMPLETION: Final = "text_completion"
 _RANDOM_BYTES: Final = 7
-"""The last ones of a trace's id, which W3C wants to be random."""
+"""The number of last bytes of a trace's id, which W3C wants to be random."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resubmission:
-    """What an attempt goes on from."""
+    """The earlier attempt that an attempt continues."""
 
     attempt: int
-    """The one before."""
+    """The number of the earlier attempt."""
     reason: str
-    """Why that one ended."""
+    """Why the earlier attempt ended."""
 
 
 @dataclass(slots=True)
@@ -51,15 +51,15 @@ class _OpenAttempt:
 
 
 class RequestTrace:
-    """Records one request.
+    """A recorder of one request's spans.
 
     Args:
-        sink: takes the spans.
+        sink: receives the spans.
         context: the request's own span.
         parent_id: the caller's span; empty: there is none.
-        door: by which it came.
+        door: the door by which the request came.
         operation: `CHAT` or `COMPLETION`.
-        model: the served one's name.
+        model: the served model's name.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class RequestTrace:
 
     @property
     def trace_id(self) -> str:
-        """The trace's id, as logs have it."""
+        """The trace's id, as logs show it."""
         return self._recorder.context.trace_id.hex()
 
     def admitted(self, request: GenerationRequest) -> None:
-        """The request is validated."""
+        """Record the admission of a validated request."""
         self._attributes.update(_asked(request))
         self._placing = time.monotonic()
         self._recorder.record(ADMISSION, self._arrived, self._placing)
@@ -99,7 +99,7 @@ class RequestTrace:
     def submitted(
         self, submission: Submission, placement: Placement, before: Resubmission | None
     ) -> str:
-        """An attempt begins; returns its span for the workers, as W3C writes it."""
+        """Record the placement and begin an attempt; return its `traceparent` for the workers."""
         now, own = time.monotonic(), self._recorder.context
         placed: dict[str, AttributeValue] = {
             "kvrelay.decode_worker": placement.decode.endpoint.incarnation,
@@ -124,12 +124,12 @@ class RequestTrace:
         return str(TraceContext(own.trace_id, span_id, own.sampled))
 
     def token_came(self) -> None:
-        """A token has come; the first one is noted."""
+        """Note that a token has come; only the first one counts."""
         if self._first_token is None:
             self._first_token = time.monotonic()
 
     def attempt_ended(self, attempt: int, error: str | None = None) -> None:
-        """An attempt has nothing more to say; only its first end counts."""
+        """Record the end of an attempt; only its first end counts."""
         one = self._open.pop(attempt, None)
         if one is None:
             return
@@ -146,7 +146,7 @@ class RequestTrace:
         )
 
     def ended(self, outcome: Completion | RequestError | None) -> None:
-        """The request has its outcome, or was refused; None: its client left before that."""
+        """Record the end or refusal of the request; None: its client left before."""
         if self._ended:
             return
         self._ended = True
@@ -169,13 +169,13 @@ class RequestTrace:
 
 
 class Tracing:
-    """Decides which requests are traced.
+    """The decision on which requests are traced.
 
     Args:
-        sink: takes the spans; None: no request is traced.
-        share: of the requests whose callers have no trace; in [0, 1]. The others are traced as
-            their callers' spans are.
-        model: the served one's name.
+        sink: receives the spans; None: no request is traced.
+        share: the traced share, in [0, 1], of requests without a caller's trace. The others are
+            traced if their callers' spans are.
+        model: the served model's name.
     """
 
     def __init__(self, sink: SpanSink | None, share: float, model: str) -> None:
@@ -189,11 +189,11 @@ class Tracing:
         return self._sink is not None
 
     def begin(self, caller: str | None, door: str, operation: str) -> RequestTrace | None:
-        """The trace of a request that has just arrived; None: it is not traced.
+        """Begin the trace of a request that has just arrived; None: it is not traced.
 
         Args:
             caller: its traceparent header; None: it has none.
-            door: by which it came.
+            door: the door by which it came.
             operation: `CHAT` or `COMPLETION`.
         """
         if self._sink is None:
@@ -215,7 +215,7 @@ NO_TRACING: Final = Tracing(None, 0.0, "")
 
 
 def told_of(error: RequestError) -> str:
-    """What a span says of an error; of a field its name alone, for the rest may quote its text."""
+    """The text of an error for a span; of a bad field only its name, as the rest may quote it."""
     return error.field if isinstance(error, InvalidField) else str(error)
 
 

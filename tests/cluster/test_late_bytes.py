@@ -101,7 +101,7 @@ async def test_connections_that_break_are_made_again(
 ):
     """Decode workers have every page back, and do not restart for it.
 
-    A prefill worker may die of it, within UCX: see docs/lab.md, "connections that break".
+    A prefill worker may die of it, within UCX: see docs/lab/transfer.md, "connections that break".
     """
     before = decode_workers(chaos)
     load = Load(chaos.router.current, list(expected), chaos.bound, clients=8)

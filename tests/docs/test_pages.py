@@ -20,9 +20,8 @@ from kvrelay.router.metrics import METRICS as ROUTER_METRICS
 ROOT = Path(__file__).parents[2]
 PAGES = [
     page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if page.name not in {"glossary.md", "lab.md"}  # which have names of earlier days
-    and "node_modules" not in page.parts
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "node_modules" not in page.parts
 ]
 NOT_TRACKED = shutil.ignore_patterns(
     ".*", "__pycache__", "build", "dist", "node_modules", "site", "*.egg-info"
@@ -46,22 +45,29 @@ def test_a_broken_link_anchor_or_path_fails_the_build(tmp_path: Path):
         assert wrong in built.stderr, built.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_metrics_that_there_are(page: Path):
     tables = (ROUTER_METRICS, CONTROLLER_METRICS, WORKER_METRICS)
     there = {metric.name for table in tables for metric in table}
     assert set(re.findall(r"\bkvrelay_\w+", page.read_text())) <= there
 
 
-def test_every_entry_of_the_lab_is_in_the_table_of_topics_once():
-    """And no heading is part of the paragraph before it. Merges that keep both sides break both."""
-    page = (ROOT / "docs" / "lab.md").read_text()
-    topics = re.findall(r"^\| ([^|]+) \| \[", page, re.MULTILINE)
-    assert sorted(topics) == sorted(set(topics))
-    entries = re.findall(r"^## (2.*)", page, re.MULTILINE)
-    anchors = [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in entries]
-    assert sorted(re.findall(r"\]\(#(2.*?)\)", page.partition("\n## 2")[0])) == sorted(anchors)
-    assert not re.search(r"[^\n]\n## ", page)
+def test_pages_that_are_read_first_are_short():
+    """Bytes; details go behind them."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
+    assert max(len(release.encode()) for release in releases) <= 10_000
+    assert (ROOT / "docs" / "gpu.md").stat().st_size <= 8_000
+
+
+def test_the_architecture_names_the_rooms_that_the_router_imports():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    row = re.search(r"^\| `router/` .* any room but ([^;]*);", page, re.MULTILINE)
+    assert row
+    sources = "".join(path.read_text() for path in sorted((ROOT / "router").rglob("*.py")))
+    rooms = set(re.findall(r"^\s*(?:from|import) kvrelay\.(\w+)", sources, re.MULTILINE))
+    rooms = {"proto" if room == "v1" else room for room in rooms - {"router"}}
+    assert set(re.findall(r"`(\w+)`", row[1])) == rooms
 
 
 def test_a_part_is_replaced_where_it_stands():
@@ -83,7 +89,7 @@ def test_the_api_has_comments_types_and_links():
     assert "### DrainWorkerResponse.Phase" in page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_shows_pictures_that_are_there_and_small(page: Path):
     for shown in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text()):
         picture = page.parent / shown

@@ -1,4 +1,4 @@
-"""How models write calls of tools, and how it shows."""
+"""The formats in which models write tool calls, and how a chat template shows which one it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class ToolFormat(StrEnum):
-    """How a model writes calls."""
+    """The format in which a model writes calls."""
 
     HERMES = "hermes"
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen do."""
@@ -17,7 +17,7 @@ class ToolFormat(StrEnum):
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template tells the model to use; None: none that is known."""
+    """The format that a chat template tells the model to use; None if it names no known one."""
     if "tools" not in template:
         return None
     if "<tool_call>" in template:

@@ -1,4 +1,4 @@
-"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with content between."""
+"""The format ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with content between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.text.output_parsers.pieces import OutputPiece, all_pieces
 
 
 class HermesParser:
-    """Content with calls in it, each between two tags."""
+    """A parser of content with calls in it, each between two tags."""
 
     _OPEN: Final = "<tool_call>"
     _CLOSE: Final = "</tool_call>"
@@ -19,20 +19,20 @@ class HermesParser:
     def __init__(self) -> None:
         self._held = ""
         self._before = ""
-        """White space and tag before the call."""
+        """The white space and the tag before the call."""
         self._call: JsonCall | None = None
         self._calls = JsonCalls()
         self._space = EndingSpace()
         self._is_unclosed = False
-        """The latest call's closing tag has not come, but something else."""
+        """Something else has come in place of the latest call's closing tag."""
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """What is sure after some more text."""
+        """The pieces that are certain after some more text."""
         self._held += text
         return all_pieces(self._step)
 
     def finish(self) -> Sequence[OutputPiece]:
-        """The rest."""
+        """The remaining pieces."""
         call, held = self._call, self._held
         self._held, self._call = "", None
         if call is None:
@@ -42,7 +42,7 @@ class HermesParser:
         return [OutputPiece(content=self._before + call.text + held)]
 
     def _step(self, pieces: list[OutputPiece]) -> bool:
-        """Take as much as can be of what is held; whether more may be."""
+        """Take what can be taken of the held text; return whether there may be more."""
         if self._call is not None:
             return self._step_in_call(self._call, pieces)
         tags = (self._OPEN, self._CLOSE) if self._is_unclosed else (self._OPEN,)
@@ -85,7 +85,7 @@ class HermesParser:
         return True
 
     def _content(self, text: str) -> list[OutputPiece]:
-        """Content; white space between calls is none, unless it is long."""
+        """The content; short white space between calls does not count."""
         between = self._calls.num_begun and not self._space.is_long
         if not text or (between and not text.strip()):
             return []

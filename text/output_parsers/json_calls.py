@@ -1,4 +1,4 @@
-"""Calls of tools that are objects in JSON, as they come."""
+"""Tool calls that are JSON objects, parsed while they arrive."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvrelay.text.output_parsers.pieces import OutputPiece
 
 
 class JsonCall:
-    """One call, an object with a name and arguments, as it comes."""
+    """One call, a JSON object with a name and arguments, parsed while it arrives."""
 
     def __init__(self) -> None:
         self.text = ""
         self.name = ""
         self.is_complete = False
         self.is_bad = False
-        """It cannot become a call."""
+        """The text cannot become a call."""
         self._at = self._depth = self._string_begin = self._told = 0
         self._in_string = self._escaped = False
         self._key = self._last_string = ""
@@ -24,7 +24,7 @@ class JsonCall:
         self._arguments: tuple[int, int | None] | None = None
 
     def push(self, text: str) -> str:
-        """Take text up to the object's end, or to where it is bad; returns what is behind that."""
+        """Take text up to the object's end, or to where it is bad; return the text behind that."""
         self.text += text
         while self._at < len(self.text) and not (self.is_complete or self.is_bad):
             self._take(self.text[self._at])
@@ -32,13 +32,13 @@ class JsonCall:
         if not self.is_complete and not self.is_bad:
             return ""
         if self.is_bad:
-            self._at -= 1  # what no call begins with may begin something else
+            self._at -= 1  # this character may begin something else
         self.is_bad = not self.name
         rest, self.text = self.text[self._at :], self.text[: self._at]
         return rest
 
     def new_arguments(self) -> str:
-        """What has come of the arguments since the last call of this, once the name is known."""
+        """The arguments that have come since the last use of this; none until the name is known."""
         if not self.name or self._arguments is None:
             return ""
         begin, end = self._arguments
@@ -72,7 +72,7 @@ class JsonCall:
     def _between(self, character: str) -> None:
         if character == ":":
             self._key, self._value_begin = self._last_string, self._at + 1
-            # The first ones count: what was told of them stays.
+            # The first arguments count: what was reported of them stays.
             if self._key in ('"arguments"', '"parameters"') and self._arguments is None:
                 self._arguments = (self._value_begin, None)
         elif character == ",":
@@ -91,7 +91,7 @@ class JsonCall:
 
 
 class JsonCalls:
-    """Numbers calls, and makes pieces of each."""
+    """The numbering of calls, and the pieces of each."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -99,7 +99,7 @@ class JsonCalls:
         self._has_arguments = False
 
     def pieces(self, call: JsonCall) -> Iterable[OutputPiece]:
-        """What is new of the latest call."""
+        """Yield what is new of the latest call."""
         if call.name and not self._is_told:
             self._is_told = True
             self.num_begun += 1

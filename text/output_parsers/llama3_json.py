@@ -1,4 +1,4 @@
-"""``{"name": …, "parameters": {…}}``, one or several, and nothing else."""
+"""The format ``{"name": …, "parameters": {…}}``: one or several objects, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.text.output_parsers.pieces import OutputPiece, all_pieces
 
 
 class JsonCallsParser:
-    """Calls alone, as objects one after the other or in a list, or else content alone."""
+    """A parser of outputs that are calls alone, in a row or in a list, or content alone."""
 
     _TAG: Final = "<|python_tag|>"
     _BETWEEN: Final = " \n\t\r[];,"
@@ -24,12 +24,12 @@ class JsonCallsParser:
         self._is_content = False
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """What is sure after some more text."""
+        """The pieces that are certain after some more text."""
         self._held += text
         return all_pieces(self._step)
 
     def finish(self) -> Sequence[OutputPiece]:
-        """The rest."""
+        """The remaining pieces."""
         if self._calls.in_call:
             return []
         begun = self._call.text if self._call is not None else ""
@@ -39,7 +39,7 @@ class JsonCallsParser:
         return [OutputPiece(content=text)] if text else []
 
     def _step(self, pieces: list[OutputPiece]) -> bool:
-        """Take as much as can be of what is held; whether more may be."""
+        """Take what can be taken of the held text; return whether there may be more."""
         if self._is_content:
             pieces += [OutputPiece(content=self._held)] if self._held else []
             self._held = ""

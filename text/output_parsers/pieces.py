@@ -1,6 +1,6 @@
-"""What a chat's output is taken apart into, as it comes: reasoning, content, and calls of tools.
+"""The pieces of a chat's output while it arrives: reasoning, content, and tool calls.
 
-What is said does not depend on where the text is cut. What turns out to be no call is content.
+The pieces do not depend on where the text is cut. Text that turns out to be no call is content.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """Some more of one part of an output."""
+    """A further piece of one part of an output."""
 
     content: str = ""
     reasoning: str = ""
     call: int | None = None
-    """The call that it is a part of, from 0."""
+    """The number of the call that the piece is a part of, from 0."""
     name: str = ""
-    """Of the tool; the first piece of a call has it, whole."""
+    """The tool's name; the first piece of a call has it, whole."""
     arguments: str = ""
-    """Of the call, in JSON."""
+    """A part of the call's arguments, in JSON."""
 
 
 def all_pieces(step: Callable[[list[OutputPiece]], bool]) -> list[OutputPiece]:
-    """What `step` adds, called until it says that nothing more can be taken for now."""
+    """Call `step` until it returns False; return the pieces that it added."""
     pieces: list[OutputPiece] = []
     while step(pieces):
         pass
@@ -33,10 +33,10 @@ def all_pieces(step: Callable[[list[OutputPiece]], bool]) -> list[OutputPiece]:
 
 
 class OutputParser(Protocol):
-    """Takes one output apart."""
+    """A parser of one output."""
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """What is sure after some more text."""
+        """The pieces that are certain after some more text."""
 
     def finish(self) -> Sequence[OutputPiece]:
-        """The rest: the output has ended."""
+        """The remaining pieces, as the output has ended."""

@@ -1,4 +1,4 @@
-"""Outputs that have no format: content alone, the arguments of one call, or less than was found."""
+"""Outputs without a format: content alone, the arguments of one call, or the first call alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 
 
 class NamedCallParser:
-    """The arguments of one call, and nothing else.
+    """A parser of outputs that are the arguments of one call, and nothing else.
 
     Args:
-        name: of the tool.
+        name: the tool's name.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """The text, after the name."""
+        """The text as arguments; the first piece has the name."""
         if not text:
             return []
         name, self._name = self._name, ""
@@ -33,10 +33,10 @@ class NamedCallParser:
 
 
 class ContentParser:
-    """Content, and nothing else."""
+    """A parser of outputs that are content, and nothing else."""
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """The text."""
+        """The text as content."""
         return [OutputPiece(content=text)] if text else []
 
     def finish(self) -> Sequence[OutputPiece]:
@@ -45,19 +45,19 @@ class ContentParser:
 
 
 class FirstCallParser:
-    """What another parser finds, less all calls but the first.
+    """A parser that drops all calls but the first from another parser's pieces.
 
     Args:
-        parser: finds calls.
+        parser: the parser that finds calls.
     """
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """What is sure after some more text."""
+        """The pieces that are certain after some more text."""
         return [piece for piece in self._parser.push(text) if not piece.call]
 
     def finish(self) -> Sequence[OutputPiece]:
-        """The rest."""
+        """The remaining pieces."""
         return [piece for piece in self._parser.finish() if not piece.call]

@@ -1,4 +1,4 @@
-"""``[name(argument=value)]``, and nothing else."""
+"""The format ``[name(argument=value)]``, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kvrelay.text.output_parsers.pieces import OutputPiece
 
 
 class PythonicParser:
-    """Calls alone, as a list in Python, or else content alone. Calls come whole, at the end."""
+    """A parser of outputs that are calls alone, as a Python list, or else content alone.
+
+    Calls come whole, at the end.
+    """
 
     _MAY_BE_CALLS: Final = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?)?", re.DOTALL)
 
@@ -21,10 +24,10 @@ class PythonicParser:
         self._held = ""
         self._is_content = False
         self._in_arguments = False
-        """A call's arguments have begun: what it is shows at the end."""
+        """A call's arguments have begun: whether it is a call is known at the end."""
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """What is sure after some more text."""
+        """The pieces that are certain after some more text."""
         self._held += text
         if not self._is_content and not self._in_arguments:
             self._look()
@@ -34,7 +37,7 @@ class PythonicParser:
         return [OutputPiece(content=content)]
 
     def _look(self) -> None:
-        """Find out whether it may be calls."""
+        """Decide whether the held text may be calls."""
         found = self._MAY_BE_CALLS.fullmatch(self._held)
         self._in_arguments = found is not None and found[3] is not None
         begins = self._held.find("(") if self._in_arguments else len(self._held)
@@ -49,7 +52,7 @@ class PythonicParser:
 
 
 def _python_calls(text: str) -> list[OutputPiece] | None:
-    """The calls of a list in Python; None: it is none."""
+    """The calls in a Python list; None if the text is not such a list."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
         calls = parsed.elts if isinstance(parsed, ast.List) else []

@@ -10,11 +10,11 @@ from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 
 
 class ReasoningParser:
-    """Reasoning between two tags, and behind it what another parser takes apart.
+    """A parser of reasoning between two tags; another parser takes the text behind it.
 
     Args:
-        rest: takes what is behind the reasoning.
-        begins_inside: the prompt has ended with the opening tag.
+        rest: the parser of the text behind the reasoning.
+        begins_inside: the prompt ended with the opening tag.
     """
 
     OPEN: Final = "<think>"
@@ -24,13 +24,13 @@ class ReasoningParser:
         self._rest = rest
         self._held = ""
         self._is_inside: bool | None = True if begins_inside else None
-        """None: it is not known yet."""
+        """Whether the text is inside the reasoning; None: it is not known yet."""
         self._skips_space = True
-        """White space right behind a tag is none of the text."""
+        """White space right behind a tag does not belong to the text."""
         self._space = EndingSpace()
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """What is sure after some more text."""
+        """The pieces that are certain after some more text."""
         self._held += text
         if self._is_inside is None:
             begun = self._held.lstrip()
@@ -46,7 +46,7 @@ class ReasoningParser:
         return self._behind()
 
     def finish(self) -> Sequence[OutputPiece]:
-        """The rest."""
+        """The remaining pieces."""
         if self._is_inside:
             held, self._held = self._space.cut(self._held), ""
             return [OutputPiece(reasoning=held)] if held else []

@@ -1,4 +1,4 @@
-"""Which workers may drain for a reason that can wait: few of a role at a time."""
+"""The turns in which workers drain for a reason that can wait: few of a role at a time."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from kvrelay.deploy.controller.membership import Membership
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _PART_OF_ROLE: Final = 10
-"""A tenth of a role's workers may be missing at a time, or one."""
+"""The divisor of a role's size: a tenth of its workers, or one, may be missing at a time."""
 
 
 class DrainTurns:
-    """Gives workers their turn to drain, so that what has hit all of them does not end them all.
+    """Workers' turns to drain: what hits all of them must not end them all at once.
 
     A worker is missing from when it begins to drain, or is lost, until its successor is live.
 
     Args:
-        members: knows who is missing; its changes are waited for.
-        roles: the workers that are to stay, by name.
+        members: knows which workers are missing; a turn waits for its changes.
+        roles: returns the roles of the workers that are to stay, by name.
     """
 
     def __init__(self, members: Membership, roles: Callable[[], Mapping[str, WorkerRole]]) -> None:
         self._members = members
         self._roles = roles
         self._in_turn: set[str] = set()
-        """Workers that may begin to drain now, and have not said yet that they do."""
+        """Workers that may begin to drain now, and have not yet reported that they do."""
 
     @asynccontextmanager
     async def turn(self, info: WorkerInfo) -> AsyncIterator[None]:
         """Wait until a worker may drain; the turn lasts as long as the context.
 
-        When it ends well, either the worker drains, or another one has its turn.
+        If it ends without an error, either the worker drains, or another one has its turn.
         """
         while not self._may_drain(info):
             await self._members.changed()

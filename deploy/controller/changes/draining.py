@@ -1,4 +1,4 @@
-"""Drains workers, one call at a time or many, and says how far each has come."""
+"""The drains of workers on request, with the progress of each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
 class Drains:
-    """Tells workers to drain; their supervisors do the rest. Belongs to one event loop.
+    """The drains that operators ask for; the workers' supervisors carry them out.
+
+    An instance belongs to one event loop.
 
     Args:
-        members: says who is live, and is told who drains.
-        supervisors: of the workers, by name; a view that changes with them.
-        journal: where each drain is written down before the worker is told.
+        members: lists the live workers, and is told which ones drain.
+        supervisors: the workers' supervisors by name; a view that changes with them.
+        journal: returns the journal, in which each drain is written before the worker is told.
         metrics: count the drains.
     """
 
@@ -43,7 +45,7 @@ class Drains:
         return {name: one.role for name, one in self._supervisors.items() if not one.removing}
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase, as `Administrator` says."""
+        """Drain a worker, and yield each phase; see `Administrator`."""
         info, supervisor = self._to_drain(worker, remove)
         await finished(self._begin(info, supervisor, remove=remove))
         self._metrics.draining(info)
@@ -55,10 +57,10 @@ class Drains:
             yield DrainStep(DrainPhase.READY, successor.incarnation)
 
     def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
-        """The worker's incarnation and its supervisor.
+        """Return the worker's incarnation and its supervisor.
 
-        Raises UnknownWorker, or CannotDrain if it is not up, or the last of its role and requests
-        do not go to another cluster.
+        Raises UnknownWorker; or CannotDrain if the worker is not up, or is the last of its role
+        while requests do not go to another cluster.
         """
         roles = self.staying
         if worker not in roles:

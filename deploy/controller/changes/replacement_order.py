@@ -1,4 +1,4 @@
-"""Which workers are replaced by which, when all are to have other options."""
+"""The plan of a roll: which worker replaces which, when all are to have other options."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvrelay.wire.worker_info import WorkerRole
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """Options of workers, as they were at one time."""
+    """A set of workers' options, with its number."""
 
     number: int = 0
-    """Greater than those of the revisions before; 0: the options of the start."""
+    """The number, greater than that of earlier revisions; 0: the options of the start."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Those that differ from the options of the start, as a command line has them."""
+    """The options that differ from those of the start, as a command line has them."""
 
 
 FIRST: Final = Revision()
@@ -26,35 +26,35 @@ FIRST: Final = Revision()
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One worker takes the place of another."""
+    """The replacement of one worker by another."""
 
     role: WorkerRole
     old: str
-    """Its name; empty: the new one takes the place of one that has left already."""
+    """The old worker's name; empty: it has left already."""
     new: str
-    """Its name; empty: the old one's place has been taken already."""
+    """The new worker's name; empty: it has started already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """All workers are being replaced. It is under way unless it has failed."""
+    """The replacement of all workers, which is under way unless it has failed."""
 
     target: Revision
-    """What all workers are to have."""
+    """The revision that all workers are to have."""
     left: tuple[Replacement, ...]
-    """Those that are not finished."""
+    """The replacements that are not finished."""
     workers: int
-    """That there were to replace."""
+    """The number of workers to replace at the roll's beginning."""
     max_surge: int
     max_unavailable: int
     counts: Mapping[WorkerRole, int]
-    """Workers of each role that there are to be in the end."""
+    """The number of workers that each role is to have in the end."""
     failed: str = ""
-    """Why it has stopped; empty while it goes on."""
+    """The reason why it has stopped; empty while it goes on."""
 
     @classmethod
     def from_plain(cls, read: Mapping[str, Any]) -> Self:
-        """From what `dataclasses.asdict` makes of it, and JSON of that."""
+        """Make a roll of the dict that `dataclasses.asdict` and JSON have made of one."""
         left = [Replacement(**one | {"role": WorkerRole(one["role"])}) for one in read["left"]]
         return cls(
             target=Revision(**read["target"]),
@@ -68,7 +68,7 @@ class Roll:
 
     @property
     def coming(self) -> frozenset[str]:
-        """The names of workers that are about to start, if it goes on."""
+        """The names of workers that are about to start, if the roll goes on."""
         return frozenset() if self.failed else frozenset(one.new for one in self.left if one.new)
 
 
@@ -79,14 +79,14 @@ def replacements(
     revisions: Mapping[str, int],
     taken: set[str],
 ) -> tuple[Replacement, ...]:
-    """What makes all workers have one revision, role by role, whatever a stopped roll has left.
+    """Return the replacements that give all workers one revision, also after a stopped roll.
 
     Args:
-        target: what they are to have.
-        counts: workers of each role that there are to be.
+        target: the revision that they are to have.
+        counts: the number of workers that each role is to have.
         staying: the workers that are not being removed, by name.
-        revisions: the number of each one's revision, by name.
-        taken: names that new workers cannot have.
+        revisions: the number of each worker's revision, by name.
+        taken: the names that new workers cannot have.
     """
     there = Counter(staying.values())
     return tuple(
@@ -107,7 +107,7 @@ def replacements(
 def _of_role(
     role: WorkerRole, missing: int, old: list[str], free: Iterator[str]
 ) -> Iterator[Replacement]:
-    """Workers that are missing come first, and those whose successors are there leave."""
+    """Yield first the missing workers; surplus old ones then leave without a new one."""
     for _ in range(missing):
         yield Replacement(role, "", next(free))
     for number, name in enumerate(old):

@@ -1,4 +1,4 @@
-"""Replaces all workers of a cluster by others with other options, while it serves."""
+"""The replacement of all workers of a cluster by others with other options, while it serves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Steps = asyncio.Queue[ScaleStep | None]
 
 
 class Rollable(Protocol):
-    """A cluster, as far as its workers are replaced here."""
+    """The part of a cluster that a roll uses."""
 
     @property
     def staying(self) -> Mapping[str, WorkerRole]:
@@ -43,7 +43,7 @@ class Rollable(Protocol):
 
     @property
     def names(self) -> set[str]:
-        """Those that no new worker can have."""
+        """The names that no new worker can have."""
         ...
 
     @property
@@ -53,17 +53,17 @@ class Rollable(Protocol):
 
     @property
     def revision(self) -> Revision:
-        """Of workers that are added."""
+        """The revision of the options that added workers get."""
         ...
 
     @property
     def previous(self) -> Revision | None:
-        """What that was before the last roll; None: there was none."""
+        """The value of `revision` before the last roll; None: there was no roll."""
         ...
 
     @property
     def open_roll(self) -> Roll | None:
-        """What is under way, or has stopped."""
+        """The roll that is under way or has stopped; None: there is none."""
         ...
 
     @property
@@ -72,19 +72,19 @@ class Rollable(Protocol):
         ...
 
     def check_revision(self, revision: Revision) -> None:
-        """Raise ValueError, which names the option, if workers cannot have it beside others."""
+        """Raise ValueError, which names the option, if the cluster's workers cannot have it."""
         ...
 
     async def write_roll(self, roll: Roll) -> None:
-        """A roll is about to begin or to go on, or has stopped."""
+        """Write down a roll that is about to begin or to go on, or has stopped."""
         ...
 
     async def end_roll(self, roll: Roll) -> None:
-        """All workers have what the roll was for."""
+        """Write down that all workers have the roll's options."""
         ...
 
     async def until_up(self, name: str) -> None:
-        """Wait until a worker can be told something, or does not stay."""
+        """Wait until a worker can receive calls, or is no longer to stay."""
         ...
 
     async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
@@ -92,23 +92,23 @@ class Rollable(Protocol):
         ...
 
     def leave(self, worker: str) -> AsyncIterator[DrainStep]:
-        """Drain a worker that is not replaced by its own next incarnation; yield each phase."""
+        """Drain a worker that its own next incarnation does not replace; yield each phase."""
         ...
 
     async def until_removed(self, name: str) -> None:
-        """Wait until nothing is left of a worker that was to leave."""
+        """Wait until nothing is left of a worker that leaves."""
         ...
 
 
 class Rolling:
-    """Makes one roll at a time. Belongs to one event loop.
+    """The roll of a cluster's workers: one roll runs at a time. Belongs to one event loop.
 
-    `max_surge` lanes start a successor before its predecessor drains, `max_unavailable` others
-    let a worker leave first; each replaces one worker at a time. So there are never more workers,
-    or fewer that take requests, than the order allows.
+    `max_surge` lanes start a successor before its predecessor drains; `max_unavailable` other lanes
+    let a worker leave first. Each lane replaces one worker at a time. So there are never more
+    workers, or fewer that take requests, than the order allows.
 
     Args:
-        cluster: whose workers are replaced.
+        cluster: the cluster whose workers are replaced.
     """
 
     def __init__(self, cluster: Rollable) -> None:
@@ -125,7 +125,7 @@ class Rolling:
         return self._rolling is not None and not self._rolling.done()
 
     async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
-        """Replace all workers, as `Administrator` says."""
+        """Replace all workers; see `Administrator`."""
         steps: _Steps = asyncio.Queue()
         if self._changes_nothing(order):
             return
@@ -139,18 +139,18 @@ class Rolling:
         rolling.result()  # raises what nobody has expected
 
     def resume(self, roll: Roll) -> None:
-        """Go on with a roll that another controller has begun; not with one that has stopped."""
+        """Go on with a roll that another controller has begun, unless it has stopped."""
         if not roll.failed:
             self._begin(roll, asyncio.Queue())
 
     async def close(self) -> None:
-        """Replace nothing any more. A successor that starts is ended; who drains, drains on."""
+        """Stop replacing workers. A starting successor is ended; a draining worker drains on."""
         self._closed = True
         async with self._beginning:
             await self._stop()
 
     async def _obey(self, order: RollOrder, steps: _Steps) -> asyncio.Task[None]:
-        """Begin a roll, in the place of the one that runs. Raises CannotRoll."""
+        """Begin a roll, in place of the one that runs. Raises CannotRoll."""
         async with self._beginning:
             if self.is_running and not order.undo:
                 raise CannotRoll("the workers are being replaced already; --undo goes back")
@@ -170,7 +170,7 @@ class Rolling:
             await asyncio.gather(self._rolling, return_exceptions=True)
 
     def _changes_nothing(self, order: RollOrder) -> bool:
-        """Whether all workers have these options already, and no others were asked for."""
+        """Return whether all workers have these options already, and no others are requested."""
         given = self._given(order).items()
         there = self._cluster.revision.options
         same = all(there.get(name, "") == text for name, text in given)
@@ -178,14 +178,14 @@ class Rolling:
 
     @staticmethod
     def _given(order: RollOrder) -> dict[str, str]:
-        """The options by their fields' names. Raises CannotRoll for one that cannot be rolled."""
+        """Return the options by field name. Raises CannotRoll for one that cannot be rolled."""
         try:
             return {rolled(name).name: text for name, text in order.options.items()}
         except ValueError as error:
             raise CannotRoll(str(error)) from error
 
     def _target_of(self, order: RollOrder) -> Revision:
-        """What the workers are to have. Raises CannotRoll."""
+        """Return the revision that the workers are to have. Raises CannotRoll."""
         cluster = self._cluster
         if order.undo:
             if order.options:
@@ -223,7 +223,7 @@ class Rolling:
         return self._rolling
 
     async def _run(self, roll: Roll, steps: _Steps) -> None:
-        """Replace one worker after the other; the first that has no successor stops it."""
+        """Replace one worker after the other; the first successor that fails to start stops it."""
         try:
             waiting = deque(roll.left)
             acts = [self._start_first] * min(roll.max_surge, len(waiting))
@@ -282,9 +282,9 @@ class Rolling:
             steps.put_nowait(ScaleStep(one.new, ScalePhase.READY))
 
     async def _leave(self, name: str, steps: _Steps) -> None:
-        """Let a worker drain and leave, when it can be told to; it may have left meanwhile.
+        """Let a worker drain and leave once it can receive calls; it may have left meanwhile.
 
-        Raises ClusterError if it cannot, and the roll has stopped: nobody goes on waiting for it.
+        Raises ClusterError if it cannot drain and the roll has stopped.
         """
         pauses = Pauses()
         while name in self._cluster.staying:
@@ -302,9 +302,9 @@ class Rolling:
         await self._cluster.until_removed(name)
 
     async def _until_up(self, name: str) -> None:
-        """Wait until a worker can be told something, or does not stay.
+        """Wait until a worker can receive calls, or is no longer to stay.
 
-        Raises ClusterError if the roll stops before.
+        Raises ClusterError if the roll stops first.
         """
         up = asyncio.create_task(self._cluster.until_up(name))
         failed = asyncio.create_task(self._has_failed.wait())
@@ -319,7 +319,7 @@ class Rolling:
 
 
 def _check_lanes(order: RollOrder, counts: Mapping[WorkerRole, int]) -> None:
-    """Raise CannotRoll unless there are lanes, and a worker of each role takes requests always."""
+    """Raise CannotRoll unless there is a lane, and each role always keeps a worker in service."""
     if order.max_surge + order.max_unavailable == 0:
         raise CannotRoll("max_surge and max_unavailable: one of them must be at least 1")
     for role, count in counts.items():
@@ -330,6 +330,6 @@ def _check_lanes(order: RollOrder, counts: Mapping[WorkerRole, int]) -> None:
 
 
 def _log_failure(rolling: asyncio.Task[None]) -> None:
-    """Nobody may be waiting any more who would hear of it."""
+    """Log a failure, as perhaps no caller waits any more who would see it."""
     if not rolling.cancelled() and (error := rolling.exception()) is not None:
         _log.error("the roll has failed", exc_info=error)

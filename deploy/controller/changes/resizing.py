@@ -1,4 +1,4 @@
-"""Changes how many workers a cluster has, while it serves."""
+"""The change of a cluster's number of workers, while it serves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvrelay.wire.worker_info import WorkerRole
 
 _log = logging.getLogger(__name__)
 _STARTS_AT_A_TIME: Final = 4
-"""Each reads its weights and takes a core meanwhile."""
+"""The number of workers that start at a time: each reads its weights and takes a core."""
 _STAYS: Final = "it stays, since a new worker did not start"
 _PHASES = {DrainPhase.DRAINING: ScalePhase.DRAINING, DrainPhase.LEFT: ScalePhase.LEFT}
 
 
 class Scalable(Protocol):
-    """A cluster, as far as it is changed here."""
+    """The part of a cluster that a change of its size uses."""
 
     @property
     def staying(self) -> Mapping[str, WorkerRole]:
@@ -35,15 +35,15 @@ class Scalable(Protocol):
 
     @property
     def names(self) -> set[str]:
-        """Those that no new worker can have."""
+        """The names that no new worker can have."""
         ...
 
     async def until_up(self, name: str) -> None:
-        """Wait until a worker can be told something."""
+        """Wait until a worker can receive calls."""
         ...
 
     async def changing(self, changes: Changes | None) -> None:
-        """Changes are about to be made, or have been made: None."""
+        """Write down changes that are about to be made; None: they have been made."""
         ...
 
     async def add(self, name: str, role: WorkerRole) -> None:
@@ -56,10 +56,10 @@ class Scalable(Protocol):
 
 
 class Scaling:
-    """Makes one change of a cluster's size at a time. Belongs to one event loop.
+    """The changes of a cluster's size, one at a time. Belongs to one event loop.
 
     Args:
-        cluster: what is changed.
+        cluster: the cluster that is changed.
     """
 
     def __init__(self, cluster: Scalable) -> None:
@@ -72,7 +72,7 @@ class Scaling:
         return self._changing is not None and not self._changing.done()
 
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
-        """Change the cluster, as `Administrator` says."""
+        """Change the cluster's number of workers; see `Administrator`."""
         if self.is_running:
             raise CannotScale("the cluster is being scaled already")
         try:
@@ -92,7 +92,7 @@ class Scaling:
         self._changing.add_done_callback(_log_failure)
 
     async def stop(self) -> None:
-        """Change nothing any more."""
+        """Stop changing the cluster."""
         if self._changing is not None:
             self._changing.cancel()
             await asyncio.gather(self._changing, return_exceptions=True)
@@ -105,9 +105,9 @@ class Scaling:
         await self._change(Changes(changes.added, removed), asyncio.Queue())
 
     async def _change(self, changes: Changes, steps: asyncio.Queue[ScaleStep | None]) -> None:
-        """Make all changes; workers that are too many leave when all new ones are there.
+        """Make all changes; surplus workers leave when all new ones have started.
 
-        If a new one does not start, none leaves: the cluster would be smaller than it was.
+        If a new one does not start, none leaves: otherwise the cluster would shrink.
         """
         turns = asyncio.Semaphore(_STARTS_AT_A_TIME)
         try:
@@ -135,7 +135,7 @@ class Scaling:
         turns: asyncio.Semaphore,
         steps: asyncio.Queue[ScaleStep | None],
     ) -> bool:
-        """Start one worker, in its turn; returns whether it has started."""
+        """Start one worker, in its turn; return whether it has started."""
         async with turns:
             steps.put_nowait(ScaleStep(name, ScalePhase.STARTING))
             try:
@@ -155,6 +155,6 @@ class Scaling:
 
 
 def _log_failure(changing: asyncio.Task[None]) -> None:
-    """Nobody may be waiting any more who would hear of it."""
+    """Log a failure, as perhaps no caller waits any more who would see it."""
     if not changing.cancelled() and (error := changing.exception()) is not None:
         _log.error("the change of the cluster's size has failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""What each worker is told: the options of the start, and what rolls have changed of them."""
+"""The configuration of each worker: the options of the start, as changed by rolls."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _KEPT: Final = {
     "page_size": _FIT,
     "batch_invariant": "a request that goes on at another worker has to get the same tokens there",
 }
-"""Options of workers that all workers of a cluster have alike, at every moment, and why."""
+"""The workers' options that must always be the same in a whole cluster, and the reasons."""
 
 
 class WorkerConfigs:
     """The configuration of each worker of a cluster, by name, role and revision.
 
     Args:
-        first: of the workers that the cluster begins with.
+        first: the configurations of the workers that the cluster begins with.
     """
 
     def __init__(self, first: Sequence[WorkerConfig]) -> None:
         self.first = tuple(first)
-        """Of the workers that the cluster begins with."""
+        """The configurations of the workers that the cluster begins with."""
 
     def of(self, name: str, role: WorkerRole, revision: Revision) -> WorkerConfig:
-        """A worker's: its own, or like that of the first of its role."""
+        """Return a worker's configuration: its own, or a copy of that of the first of its role."""
         return replace(self._of_start(name, role), **read_options(revision.options))
 
     def of_record(self, record: WorkerRecord) -> WorkerConfig:
-        """The configuration of the worker with this record."""
+        """Return the configuration of the worker with this record."""
         return self.of(record.name, record.role, record.revision)
 
     def check(self, before: Revision, after: Revision) -> None:
-        """Raise ValueError, which names the option, unless workers of both can be in a cluster."""
+        """Raise ValueError, which names the option, unless workers of both can share a cluster."""
         for role in {config.role for config in self.first}:
             old, new = self.of("", role, before), self.of("", role, after)
             if old.lease_seconds != new.lease_seconds:
@@ -71,18 +71,18 @@ class WorkerConfigs:
 
 
 def read_options(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Options of workers by field, from how a command line has them.
+    """Read workers' options by field from their texts on a command line.
 
-    Raises ValueError, which names the option, for a value that it cannot have, and for an option
-    that cannot differ from worker to worker.
+    Raises ValueError, which names the option, for an illegal value, and for an option that cannot
+    differ between workers.
     """
     return {(option := rolled(name)).name: _value(option, text) for name, text in texts.items()}
 
 
 def rolled(name: str) -> Option:
-    """The option of this name, with dashes or not.
+    """Return the option of this name, which may have dashes.
 
-    Raises ValueError, which names it, if it cannot differ from worker to worker.
+    Raises ValueError, which names it, if it cannot differ between workers.
     """
     name = name.removeprefix("--").replace("-", "_")
     if name not in _OPTIONS:

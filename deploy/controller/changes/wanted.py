@@ -1,4 +1,4 @@
-"""Which workers there are to be, against those that there are."""
+"""The wanted workers, compared with those that there are."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Final, Self
 from kvrelay.wire.worker_info import WorkerRole
 
 MOST_ADDED: Final = 64
-"""Workers that one change adds; more are a slip of the finger, or several changes."""
+"""The most workers that one change adds; more are a typing error, or several changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What makes a cluster have the wanted number of workers of each role."""
+    """The workers to add and to remove so that each role has its wanted number."""
 
     added: tuple[tuple[str, WorkerRole], ...] = ()
-    """New workers, by name."""
+    """The new workers' names and roles."""
     removed: tuple[str, ...] = ()
-    """Names of workers that are to drain and not to be replaced: of a role, the latest first."""
+    """The workers to drain without replacement; within a role, the latest first."""
 
     @classmethod
     def to_reach(
         cls, wanted: Mapping[WorkerRole, int], staying: Mapping[str, WorkerRole], taken: set[str]
     ) -> Self:
-        """The fewest changes that do it.
+        """Return the fewest changes that reach the wanted numbers.
 
-        Raises ValueError for a role that the cluster does not have, for one without workers, as
-        requests could not be served any more, and for more than `MOST_ADDED` new workers.
+        Raises ValueError for a role that the cluster does not have, and for more than `MOST_ADDED`
+        new workers. It also raises for a role that would have no worker left, as no request could
+        then be served.
 
         Args:
-            wanted: the number of workers; roles that are not named stay as they are.
+            wanted: the wanted number of workers by role; roles that are not named stay as they are.
             staying: the workers that are not being removed, by name.
-            taken: names that new workers cannot have.
+            taken: the names that new workers cannot have.
         """
         counts = Counter(staying.values())
         added: list[tuple[str, WorkerRole]] = []
@@ -55,7 +56,7 @@ class Changes:
 
 
 def free_names(role: WorkerRole, taken: set[str]) -> Iterator[str]:
-    """The names that a worker of the role can have, those with the lowest numbers first."""
+    """Yield the names that a worker of the role can have, the lowest numbers first."""
     number = 0
     while True:
         name = f"{role}-{number}"
@@ -65,5 +66,5 @@ def free_names(role: WorkerRole, taken: set[str]) -> Iterator[str]:
 
 
 def number_of(name: str) -> int:
-    """A worker's number, which its name ends in."""
+    """Return a worker's number, in which its name ends."""
     return int(name.rpartition("-")[2])

@@ -1,4 +1,4 @@
-"""Changes of a cluster's workers while it serves: what scaling and rolling ask, and do."""
+"""The change of a cluster's workers while it serves: the side that scaling and rolling act on."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from kvrelay.router.errors import CannotDrain, CannotScale
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 Place = dict[str, Any]
-"""Ray's options for an actor that is to be there."""
+"""Ray's options for an actor's place."""
 
 _OPEN_ROLL: Final = "not before the workers are replaced: `kvrelay roll` goes on, --undo goes back"
 
 
 class Workforce:
-    """A cluster's workers, as they are added, removed and replaced on request.
+    """A cluster's workers, which are added, removed and replaced on request.
 
-    Is `Scalable` and `Rollable`. Belongs to one event loop.
+    It implements `Scalable` and `Rollable`, and belongs to one event loop.
 
     Args:
-        configs: of the workers.
-        members: says who is live.
-        supervisors: of the workers, by name; those of workers that are added come in.
+        configs: the workers' configurations.
+        members: lists the live workers.
+        supervisors: the workers' supervisors by name; those of added workers are entered here.
         drains: tell workers to leave.
         placement: finds a place for each worker that is added.
         metrics: count the rolls.
-        journal: where everything is written down before it is done.
-        supervisor_of: makes the supervisor of a worker that is to be at a place.
+        journal: returns the journal, in which everything is written before it is done.
+        supervisor_of: makes the supervisor of a worker from its configuration and place.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class Workforce:
             yield step
 
     async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase, as `Administrator` says."""
+        """Drain a worker, and yield each phase; see `Administrator`."""
         if remove and self.open_roll is not None:
             raise CannotDrain(f"remove: {_OPEN_ROLL}")
         async for step in self._drains.drain(worker, remove=remove):
             yield step
 
     def resume(self, reserved: dict[str, Place]) -> None:
-        """Go on with what another controller has begun.
+        """Go on with the scaling or the roll that another controller has begun.
 
         Args:
             reserved: the places of workers that it was about to start, by name.
@@ -107,7 +107,7 @@ class Workforce:
             self._rolling.resume(cluster.roll)
 
     async def stop(self) -> None:
-        """Change nothing any more."""
+        """Stop scaling and rolling."""
         await self._scaling.stop()
         await self._rolling.close()
 
@@ -120,7 +120,10 @@ class Workforce:
 
     @property
     def names(self) -> set[str]:
-        """Those that no new worker can have: of workers that have left or did not start, too."""
+        """The names that no new worker can have.
+
+        They include those of workers that have left or did not start.
+        """
         return set(self._journal().cluster.names)
 
     @property
@@ -130,12 +133,12 @@ class Workforce:
 
     @property
     def revision(self) -> Revision:
-        """Of workers that are added."""
+        """The revision of the options that added workers get."""
         return self._journal().cluster.revision
 
     @property
     def previous(self) -> Revision | None:
-        """What that was before the last roll; None: there was none."""
+        """The value of `revision` before the last roll; None: there was no roll."""
         return self._journal().cluster.previous
 
     @property
@@ -145,52 +148,52 @@ class Workforce:
 
     @property
     def open_roll(self) -> Roll | None:
-        """What is under way, or has stopped."""
+        """The roll that is under way or has stopped; None: there is none."""
         return self._journal().cluster.roll
 
     def check_revision(self, revision: Revision) -> None:
-        """Raise ValueError, which names the option, if workers cannot have it beside others."""
+        """Raise ValueError, which names the option, if the cluster's workers cannot have it."""
         self._configs.check(self.revision, revision)
 
     async def write_roll(self, roll: Roll) -> None:
-        """A roll is about to begin or to go on, or has stopped."""
+        """Write down a roll that is about to begin or to go on, or has stopped."""
         self._metrics.rolling(roll)
         await self._journal().write_cluster(roll=roll)
 
     async def end_roll(self, roll: Roll) -> None:
-        """All workers have what the roll was for."""
+        """Write down that all workers have the roll's options."""
         before = self.previous if roll.target == self.revision else self.revision
         self._metrics.rolled(back=roll.target.number <= self.revision.number)
         await self._journal().write_cluster(revision=roll.target, previous=before, roll=None)
 
     async def until_up(self, name: str) -> None:
-        """Wait until a worker can be told something, or does not stay."""
+        """Wait until a worker can receive calls, or is no longer to stay."""
         while name in self.staying and name not in self._members.live:
             await self._members.changed()
 
     def leave(self, worker: str) -> AsyncIterator[DrainStep]:
-        """Drain a worker that is not replaced by its own next incarnation; yield each phase."""
+        """Drain a worker that its own next incarnation does not replace; yield each phase."""
         return self._drains.drain(worker, remove=True)
 
     async def until_removed(self, name: str) -> None:
-        """Wait until nothing is left of a worker that was to leave."""
+        """Wait until nothing is left of a worker that leaves."""
         while name in self._supervisors:
             await self._members.changed()
 
     async def changing(self, changes: Changes | None) -> None:
-        """Changes of the number of workers are about to be made, or have been made: None."""
+        """Write down changes that are about to be made; None: they have been made."""
         await self._journal().write_cluster(change=changes)
 
     async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
         """Start one more worker, like the first of its role, and supervise it.
 
-        Raises ClusterError, in one line, if it does not start, or has loaded another model;
-        nothing is left running then.
+        Raises ClusterError, in one line, if it does not start, or has loaded another model; nothing
+        is then left running.
 
         Args:
-            name: the worker's.
-            role: the worker's.
-            revision: of its options; None: what workers that are added get.
+            name: the worker's name.
+            role: the worker's role.
+            revision: the revision of its options; None: that of all added workers.
         """
         if name in self._supervisors:
             return  # a controller before this one has started it

@@ -1,4 +1,4 @@
-"""The gRPC service for operators: the router passes their calls on to whoever runs the workers."""
+"""The gRPC service for operators: the router passes their calls on to the controller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrelay.wire.cluster_state import ClusterState
 from kvrelay.wire.worker_info import WorkerRole
 
 _POLL_SECONDS = 0.5
-"""Between two looks at how many requests a draining worker still has."""
+"""Seconds between two looks at how many requests a draining worker still has."""
 
 
 class DrainPhase(StrEnum):
@@ -26,18 +26,18 @@ class DrainPhase(StrEnum):
     DRAINING = "draining"
     """The worker takes no more requests."""
     LEFT = "left"
-    """Its process has ended."""
+    """The worker's process has ended."""
     READY = "ready"
-    """Its successor takes requests."""
+    """The worker's successor takes requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainStep:
-    """A drain has reached a phase."""
+    """One step of a drain: it has reached a phase."""
 
     phase: DrainPhase
     incarnation: str
-    """Of the worker that leaves; in `READY`, of its successor."""
+    """The incarnation of the worker that leaves; in `READY`, of its successor."""
 
 
 class ScalePhase(StrEnum):
@@ -48,42 +48,42 @@ class ScalePhase(StrEnum):
     READY = "ready"
     """A new worker takes requests."""
     DRAINING = "draining"
-    """A worker that is too many takes no more requests."""
+    """A surplus worker takes no more requests."""
     LEFT = "left"
-    """Its process has ended."""
+    """The surplus worker's process has ended."""
     FAILED = "failed"
-    """This change was not made."""
+    """This change was not made; `ScaleStep.reason` says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleStep:
-    """The change of one worker has reached a phase."""
+    """One step of one worker's change: it has reached a phase."""
 
     worker: str
     phase: ScalePhase
     reason: str = ""
-    """Why it has failed."""
+    """Why the change has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollOrder:
-    """How all workers are to be replaced."""
+    """An order to replace all workers."""
 
     options: Mapping[str, str] = field(default_factory=dict)
-    """What the successors get beside the options that workers have; as a command line has them."""
+    """Options of the successors that differ from the workers' present ones, as a command line's."""
     max_surge: int = 1
-    """So many successors are started before their predecessors drain."""
+    """The number of successors that start before their predecessors drain."""
     max_unavailable: int = 0
-    """So many workers leave before their successors start."""
+    """The number of workers that leave before their successors start."""
     undo: bool = False
-    """Back to what was before the roll that is under way, has stopped, or was the last one."""
+    """Whether to go back to the options before the roll that runs, has stopped, or was the last."""
 
 
 class Administrator(Protocol):
-    """Runs the workers. `deploy` hands the router one."""
+    """The side that runs the workers; `deploy` gives the router one."""
 
     def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drains a worker and yields each phase. The drain goes on if nobody iterates any more.
+        """Drain a worker and yield each phase. The drain goes on if nobody iterates any more.
 
         Args:
             worker: its name.
@@ -96,37 +96,37 @@ class Administrator(Protocol):
         ...
 
     def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
-        """Adds and removes workers and yields each phase; goes on if nobody iterates any more.
+        """Add and remove workers and yield each phase; it goes on if nobody iterates any more.
 
         Args:
             wanted: the number of workers; roles that are not named stay as they are.
 
         Raises:
-            CannotScale: the cluster cannot have so many, or changes already.
+            CannotScale: the cluster has no room for this number, or is changing already.
         """
         ...
 
     def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
-        """Replaces all workers and yields each phase; goes on if nobody iterates any more.
+        """Replace all workers and yield each phase; it goes on if nobody iterates any more.
 
         Raises:
-            CannotRoll: the workers cannot have these options, or not now.
+            CannotRoll: the workers cannot have these options, or no roll is possible now.
         """
         ...
 
     async def shift(self, successor: str) -> None:
-        """Lets routers send new requests to another cluster's workers.
+        """Let routers send new requests to another cluster's workers.
 
         Args:
-            successor: ``host:port`` of its controller; empty: to this cluster's again.
+            successor: ``host:port`` of its controller; empty: back to this cluster.
 
         Raises:
-            CannotShift: a router of this cluster cannot.
+            CannotShift: a router of this cluster cannot do it.
         """
         ...
 
     async def state(self) -> ClusterState:
-        """The controller, and all workers that there are to be."""
+        """The controller's state, and all workers that the cluster is to have."""
         ...
 
 
@@ -147,11 +147,11 @@ _SCALE_PHASES = {
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Serves `kvrelay.v1.AdminService`.
+    """The servicer of `kvrelay.v1.AdminService`.
 
     Args:
         administrator: carries the calls out.
-        requests_of: how many requests an incarnation has; None: nobody here knows.
+        requests_of: the number of requests that an incarnation has; None: not known here.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def DrainWorker(  # noqa: N802
         self, message: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Streams a drain's phases, and how many requests the worker still has while it drains."""
+        """Stream a drain's phases, and how many requests the worker still has while it drains."""
         steps = aiter(self._administrator.drain(message.worker, remove=message.remove))
         step = await anext(steps, None)
         while step is not None:
@@ -179,7 +179,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ScaleWorkers(  # noqa: N802
         self, message: pb.ScaleWorkersRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Streams the phases of each worker that comes or goes."""
+        """Stream the phases of each worker that comes or goes."""
         wanted = {role: getattr(message, role) for role in WorkerRole if message.HasField(role)}
         async for step in self._administrator.scale(wanted):
             phase = _SCALE_PHASES[step.phase]
@@ -191,7 +191,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def RollWorkers(  # noqa: N802
         self, message: pb.RollWorkersRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Streams the phases of each worker that is replaced, and of its successor."""
+        """Stream the phases of each worker that is replaced, and of its successor."""
         order = RollOrder(
             options=dict(message.options),
             max_surge=message.max_surge,
@@ -208,7 +208,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ShiftRouters(  # noqa: N802
         self, message: pb.ShiftRoutersRequest, _context: grpc.aio.ServicerContext
     ) -> pb.ShiftRoutersResponse:
-        """Returns when routers are about to be told, by a later controller, too."""
+        """Shift the routers; return when they will be told for sure, also by a later controller."""
         await self._administrator.shift(message.successor)
         return pb.ShiftRoutersResponse()
 
@@ -218,7 +218,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         coming: asyncio.Future[DrainStep | None],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """Writes a step, and again whenever the worker's requests change, until the next step."""
+        """Write a step, and again whenever the worker's requests change, until the next step."""
         written = None
         while written is None or not coming.done():
             now = pb.DrainWorkerResponse(phase=_PHASES[step.phase], incarnation=step.incarnation)

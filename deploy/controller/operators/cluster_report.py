@@ -1,4 +1,4 @@
-"""What operators are told of a controller and its workers."""
+"""The state of a controller and its workers, as operators see it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvrelay.wire.cluster_state import ClusterState, RollState, WorkerPhase, Wor
 def state_of(
     name: str, journal: Journal, leases: Leases, members: Membership, *, uptime_seconds: float
 ) -> ClusterState:
-    """The controller in this process, and all workers that there are to be.
+    """Return the state of this process's controller and of all workers that are wanted.
 
     Args:
-        name: of the cluster.
+        name: the cluster's name.
         journal: has the workers' records.
-        leases: say whether this controller leads.
-        members: say which workers live, and which drain.
-        uptime_seconds: of the controller.
+        leases: tell whether this controller leads.
+        members: tell which workers live, and which drain.
+        uptime_seconds: the controller's age.
     """
     workers, roll = journal.workers, journal.cluster.roll
     return ClusterState(

@@ -1,4 +1,4 @@
-"""The gRPC service for other routers: which workers there are, from where this one has it."""
+"""The gRPC service that lists the workers for other routers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvrelay.wire.worker_list import WorkerList
 
 
 class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
-    """Serves `kvrelay.v1.ControllerService`.
+    """The servicer of `kvrelay.v1.ControllerService`.
 
     Args:
         discovery: lists the workers.
-        targets: is told of the routers that listen.
-        state: what operators are told.
+        targets: learns of the routers that listen.
+        state: returns the cluster's state for operators.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         self._targets = targets
         self._state = state
         self._shifted: Counter[str] = Counter()
-        """The routers that listen, by the successor that they follow; empty: none."""
+        """The number of listening routers by the successor that they follow; empty: none."""
 
     async def GetCluster(  # noqa: N802
         self, _request: Any, _context: grpc.aio.ServicerContext
     ) -> Any:
-        """Says who the controller is, and how each of its workers is."""
+        """Return the controller's identity and the state of each of its workers."""
         state, successor = await self._state(), self._discovery.successor()
         return CLUSTER_STATE.to_message(
             replace(
@@ -58,7 +58,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     def _num_shifted(self, successor: str) -> int:
-        """How many routers follow the successor; if there is none, any other controller."""
+        """Count the routers that follow the successor; if there is none, those that follow any."""
         if successor:
             return self._shifted[successor]
         return self._shifted.total() - self._shifted[""]
@@ -68,25 +68,25 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         request: controller_pb2.WatchWorkersRequest,
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """Streams the list, whenever it has changed; a slow reader misses what lies between."""
+        """Stream the list whenever it has changed; a slow reader misses the states in between."""
         metrics = _reachable(request.metrics_address, context.peer())
         with self._targets.router(metrics), self._listening(request.shifted_to):
             await self._stream(context)
 
     @contextmanager
     def _listening(self, shifted_to: str) -> Iterator[None]:
-        """Counts a router while the context lasts."""
+        """Count a router while the context lasts."""
         self._shifted[shifted_to] += 1
         try:
             yield
         finally:
             self._shifted[shifted_to] -= 1
-            self._shifted += Counter()  # forgets who is not there any more
+            self._shifted += Counter()  # drops the entries at zero
 
     async def _stream(self, context: grpc.aio.ServicerContext) -> None:
         while True:
             changed = asyncio.create_task(self._discovery.changed())
-            await asyncio.sleep(0)  # it is registered now
+            await asyncio.sleep(0)  # `changed` registers before it first suspends
             try:
                 discovery = self._discovery
                 now = WorkerList(
@@ -101,10 +101,10 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
 
 def _reachable(address: str, peer: str) -> str:
-    """Where the caller's metrics are read: at its own address if it listens at all of them.
+    """The address of the caller's metrics; a wildcard host becomes the caller's own address.
 
     Args:
-        address: ``host:port``, as it listens; empty if it has none.
+        address: ``host:port`` as the caller listens; empty if it has none.
         peer: gRPC's name of the caller, ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
     """
     host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""The listener for operators and other routers: whoever supervises the workers has one."""
+"""The listener for operators and other routers, in the process that supervises the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus is to scrape, in the form of its HTTP service discovery."""
+"""The targets that Prometheus is to scrape, in the form of its HTTP service discovery."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Final
 from kvrelay.router.discovery import Discovery
 
 EVERYWHERE: Final = ("", "0.0.0.0", "[::]", "::")  # noqa: S104 (not bound)
-"""Hosts that say where a process listens, but not where it is reached."""
+"""Wildcard hosts, at which a process listens but is not reached."""
 
 
 class ScrapeTargets:
-    """The controller, the workers and the routers that listen to it.
+    """The scrape targets: the controller, the workers and the routers that listen to it.
 
-    `instance` is a worker's name, so its series go on when it is restarted at another port.
+    The label `instance` is a worker's name, so its series go on when it is restarted at another
+    port.
 
     Args:
         cluster: the value of the label `cluster`, which tells one cluster from others.
@@ -33,7 +34,7 @@ class ScrapeTargets:
 
     @contextmanager
     def router(self, metrics_address: str) -> Iterator[None]:
-        """Lists another router's metrics while the context lasts; an empty address is none."""
+        """List another router's metrics while the context lasts; ignore an empty address."""
         with self._lock:
             self._routers[metrics_address] += 1
         try:
@@ -45,10 +46,10 @@ class ScrapeTargets:
                     del self._routers[metrics_address]
 
     def json(self, asked: str) -> bytes:
-        """The targets; any thread.
+        """The targets; for any thread.
 
         Args:
-            asked: ``host:port`` that Prometheus reached the controller at, where its own metrics
+            asked: ``host:port`` at which Prometheus reached the controller, where its own metrics
                 are.
         """
         with self._lock:

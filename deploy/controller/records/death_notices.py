@@ -1,4 +1,4 @@
-"""Deaths that workers are told of, written down until all who must know have been told."""
+"""Deaths that workers are told of, recorded until all who must know have been told."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvrelay.deploy.controller.records.journal import Journal
 
 
 class RecordedDeaths:
-    """`Deaths` that a successor of this controller knows, too. Belongs to one event loop.
+    """`Deaths` that a successor of this controller also knows. Belongs to one event loop.
 
     Args:
-        journal: where they stand.
-        earlier: those that stand there already: workers may have been told of them, or not.
+        journal: the journal in which they are recorded.
+        earlier: the deaths that are recorded already; workers may have been told of them, or not.
     """
 
     def __init__(self, journal: Journal, earlier: Collection[str] = ()) -> None:
@@ -25,29 +25,29 @@ class RecordedDeaths:
         self._striking: set[asyncio.Task[None]] = set()
 
     def was_known(self, incarnation: str) -> bool:
-        """Whether a controller before this one has found that it is dead."""
+        """Return whether an earlier controller has found this incarnation dead."""
         return incarnation in self._earlier
 
     def add_worker(self, worker: str) -> None:
-        """A worker lives: it is to be told of all deaths from now on."""
+        """Let a worker be told of all deaths from now on."""
         self._deaths.add_worker(worker)
 
     async def add_death(self, dead: str) -> None:
-        """A worker's process has ended; returns when a successor would know."""
+        """Record that a worker's process has ended; return when a successor would know it."""
         await self._journal.add_death(dead)
         self._add(dead)
 
     def add_earlier(self) -> None:
-        """All workers that live are to be told of the earlier deaths; perhaps again."""
+        """Let all live workers be told of the earlier deaths, perhaps again."""
         for dead in self._earlier:
             self._add(dead)
 
     def untold(self, worker: str) -> Sequence[str]:
-        """The dead that a worker has not been told of, the oldest first."""
+        """Return the dead that a worker has not been told of, the oldest first."""
         return self._deaths.untold(worker)
 
     def told(self, worker: str, dead: Sequence[str]) -> None:
-        """A worker has been told of these; it may have died meanwhile."""
+        """Note that a worker, which may have died meanwhile, has been told of these."""
         self._deaths.told(worker, dead)
         self._strike_out()
 
@@ -57,7 +57,7 @@ class RecordedDeaths:
         self._strike_out()
 
     def _strike_out(self) -> None:
-        """Forget deaths that nobody is to be told of any more."""
+        """Remove deaths from the journal of which every worker has been told."""
         told = {dead for dead in self._recorded if self._deaths.is_told(dead)}
         self._recorded -= told
         for dead in told:

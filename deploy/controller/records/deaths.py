@@ -1,4 +1,4 @@
-"""Which deaths the living workers are still to be told of."""
+"""The deaths of workers that living workers are still to be told of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 class Deaths:
-    """Keeps a death until every worker that lived at that time has been told, or has died, too.
+    """The deaths that some workers do not know of.
+
+    A death is kept until every worker that lived at that time has been told of it, or has died as
+    well.
 
     A worker that starts later shares nothing with the dead, so it need not be told. Workers are
     named by incarnation.
@@ -17,29 +20,29 @@ class Deaths:
         """For each living worker, the dead that it has not been told of, the oldest first."""
 
     def add_worker(self, worker: str) -> None:
-        """A worker lives: it is told of all deaths from now on."""
+        """Begin to keep all later deaths for this worker."""
         self._untold.setdefault(worker, {})
 
     def add_death(self, dead: str) -> None:
-        """A worker's process has ended."""
+        """Add the death of a worker, whose process has ended."""
         self._untold.pop(dead, None)
         for untold in self._untold.values():
             untold[dead] = None
 
     def untold(self, worker: str) -> Sequence[str]:
-        """The dead that a worker has not been told of, the oldest first."""
+        """Return the dead that a worker has not been told of, the oldest first."""
         return tuple(self._untold.get(worker, ()))
 
     def told(self, worker: str, dead: Iterable[str]) -> None:
-        """A worker has been told of these; it may have died meanwhile."""
+        """Note that a worker, which may have died meanwhile, has been told of these."""
         untold = self._untold.get(worker, {})
         for one in dead:
             untold.pop(one, None)
 
     def is_told(self, dead: str) -> bool:
-        """Whether nobody is still to be told of this one."""
+        """Return whether every worker that had to know of this death has been told."""
         return not any(dead in untold for untold in self._untold.values())
 
     def __len__(self) -> int:
-        """How many times somebody is still to be told of somebody."""
+        """Return the number of pairs of a worker and a death that it is still to be told of."""
         return sum(map(len, self._untold.values()))

@@ -1,4 +1,4 @@
-"""Which controller is the latest one, by what a store says."""
+"""A controller's epoch: the store tells which controller is the latest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.engine.worker.worker_lease import boottime
 _log = logging.getLogger(__name__)
 _PREFIX: Final = "epoch/"
 _LOOKS: Final = 3
-"""At the store, in the time that a controller's lease lasts."""
+"""The number of looks at the store in the time that a controller's lease lasts."""
 
 
 async def begin_epoch(
@@ -22,7 +22,7 @@ async def begin_epoch(
 ) -> Leases:
     """Become the controller, with a greater epoch than all before.
 
-    Those before can renew no lease once theirs is over. Raises StoreError.
+    Earlier controllers can renew no lease once their own is over. Raises StoreError.
     """
     while True:
         epoch = await _latest(store) + 1
@@ -37,7 +37,7 @@ async def begin_epoch(
 async def keep_epoch(
     leases: Leases, store: KeyValueStore, clock: Callable[[], float] = boottime
 ) -> None:
-    """Hold the controller's lease for as long as there is no later controller; then return.
+    """Hold the controller's lease until there is a later controller; then return.
 
     While the store does not answer, the lease runs out: nothing is renewed until it answers.
     """
@@ -53,7 +53,7 @@ async def keep_epoch(
 async def hold_epoch(
     leases: Leases, store: KeyValueStore, clock: Callable[[], float] = boottime
 ) -> bool:
-    """Ask the store whether this is still the latest controller, and act upon it.
+    """Ask the store whether this is still the latest controller: hold its lease, or give up.
 
     Raises StoreError.
     """
@@ -66,7 +66,7 @@ async def hold_epoch(
 
 
 async def _latest(store: KeyValueStore) -> int:
-    """The greatest epoch that has begun; 0: none has."""
+    """Return the greatest epoch that has begun; 0: none has."""
     epochs = [int(key.removeprefix(_PREFIX)) for key in await store.keys(_PREFIX)]
     return max(epochs, default=0)
 

@@ -1,4 +1,4 @@
-"""Writes a controller's records before it acts and after, so that a successor can go on."""
+"""A controller's records, written before and after it acts, so that a successor can go on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TAKEN_OVER = "taken-over"
 class Journal:
     """One controller's records. Each controller writes its own and reads its predecessor's.
 
-    So a predecessor that still writes changes nothing that anybody reads: what counts are the
-    records of the latest controller that had copied all of them, and had said so, before it acted.
-    A store that does not answer is asked until it does, and a controller whose lease is over writes
-    nothing: its calls wait, for ever if it has a successor. What is not written is not done. Each
-    try writes what the record is then, one at a time, so a change that comes later is never undone
-    by one that was tried before it. Belongs to one event loop.
+    So nobody reads what a deposed predecessor still writes. A new controller copies all records and
+    marks them as taken over before it acts. The records of the latest controller with that mark
+    count. A store that does not answer is asked until it does. A controller whose lease is over
+    writes nothing: its calls wait, for ever if it has a successor. No action is taken before its
+    record is written. Writes run one at a time, and each attempt writes the record's present value.
+    So a later change is never undone by an earlier attempt. A journal belongs to one event loop.
 
     Args:
-        store: where the records lie.
-        leases: say the controller's epoch, and whether it is still held.
+        store: the store of the records.
+        leases: tell the controller's epoch, and whether its lease is still held.
     """
 
     def __init__(self, store: KeyValueStore, leases: Leases) -> None:
@@ -34,17 +34,17 @@ class Journal:
         self._prefix = _prefix(leases.epoch)
         self._writing = asyncio.Lock()
         self.cluster = ClusterRecord()
-        """As it is to be read; perhaps not written yet."""
+        """The cluster's record in its present value, which may not be written yet."""
         self.workers: dict[str, WorkerRecord] = {}
-        """Likewise, by name."""
+        """The workers' records by name, likewise."""
         self._deaths: set[str] = set()
-        """Likewise, by incarnation."""
+        """The recorded deaths by incarnation, likewise."""
 
     @classmethod
     async def take_over(
         cls, store: KeyValueStore, leases: Leases
     ) -> tuple[Journal, Records | None]:
-        """A journal that has what the predecessor wrote, which is returned, too.
+        """Return a journal with the predecessor's records, and those records; None: there are none.
 
         None: there was no predecessor.
         """
@@ -64,32 +64,32 @@ class Journal:
         await self._write("cluster")
 
     async def add_worker(self, record: WorkerRecord) -> None:
-        """A worker is to be."""
+        """Add the record of a worker that is wanted."""
         self.workers[record.name] = record
         await self._write(f"worker/{record.name}")
 
     async def write_worker(self, name: str, **changes: Any) -> None:
-        """Change fields of a worker's record; nothing if it has none any more."""
+        """Change fields of a worker's record; do nothing if the record is gone."""
         if name in self.workers:
             await self.add_worker(replace(self.workers[name], **changes))
 
     async def remove_worker(self, name: str) -> None:
-        """A worker is not to be any more, and nothing of it is left."""
+        """Remove the record of a worker that is no longer wanted, and of which nothing is left."""
         self.workers.pop(name, None)
         await self._write(f"worker/{name}")
 
     async def add_death(self, incarnation: str) -> None:
-        """A process has ended; others are about to be told."""
+        """Record that a process has ended, before others are told."""
         self._deaths.add(incarnation)
         await self._write(f"death/{incarnation}")
 
     async def remove_death(self, incarnation: str) -> None:
-        """All others that had to know have been told."""
+        """Remove the record of a death of which all others have been told."""
         self._deaths.discard(incarnation)
         await self._write(f"death/{incarnation}")
 
     async def clear(self) -> None:
-        """Nothing of the cluster is left but the record that it was to stop."""
+        """Delete all records except the one that says that the cluster was to stop."""
         self.workers.clear()
         self._deaths.clear()
         kept = (f"{self._prefix}cluster", f"{self._prefix}{_TAKEN_OVER}")
@@ -106,7 +106,7 @@ class Journal:
             await self.add_death(death)
 
     async def _write(self, key: str) -> None:
-        """Make a record of the store what it is here, or delete it if it is none here."""
+        """Write the record's present value to the store, or delete it there if it is gone here."""
         async with self._writing:
             await insisting(lambda: self._try_to_write(key))
 
@@ -131,13 +131,13 @@ class Journal:
         return b""
 
     async def _delete_key(self, key: str) -> None:
-        """Delete a key that nobody writes any more."""
+        """Delete a key that nothing writes any more."""
         async with self._writing:
             await insisting(lambda: self._store.delete(key))
 
 
 async def read_records(store: KeyValueStore) -> Records | None:
-    """What the latest controller has written; None: there is none."""
+    """Return the records of the latest controller; None: there is none."""
     return await _read_latest(store, await insisting(lambda: store.keys("records/")))
 
 
@@ -151,7 +151,7 @@ def _prefix(epoch: int) -> str:
 
 
 async def _read(store: KeyValueStore, keys: list[str], prefix: str) -> Records:
-    """Raises ClusterError for records of another version."""
+    """Read the records under a prefix. Raises ClusterError if another version has written them."""
     cluster, workers, deaths = ClusterRecord(), {}, set()
     for key in keys:
         if not key.startswith(prefix):

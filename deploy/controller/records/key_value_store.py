@@ -1,4 +1,4 @@
-"""Where a controller keeps what its successor must know."""
+"""The store in which a controller keeps the records for its successor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeyValueStore(Protocol):
     """
 
     async def get(self, key: str) -> bytes | None:
-        """The value of a key; None if there is none."""
+        """Return the value of a key; None if there is none."""
         ...
 
     async def put(self, key: str, value: bytes) -> None:
@@ -27,15 +27,15 @@ class KeyValueStore(Protocol):
         ...
 
     async def put_new(self, key: str, value: bytes) -> bool:
-        """Set a key's value if it has none; returns whether it had none. Atomic."""
+        """Set a key's value if it has none; return whether it had none. Atomic."""
         ...
 
     async def delete(self, key: str) -> None:
-        """Forget a key, if it is there."""
+        """Delete a key, if it is there."""
         ...
 
     async def keys(self, prefix: str) -> list[str]:
-        """The keys that begin so."""
+        """Return the keys that begin with the prefix."""
         ...
 
 
@@ -44,13 +44,13 @@ class StoreError(Exception):
 
 
 class InProcessStore:
-    """A store that ends with its process, for a controller that ends with it, too."""
+    """A store that ends with its process, for a controller that also ends with it."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
 
     async def get(self, key: str) -> bytes | None:
-        """The value of a key; None if there is none."""
+        """Return the value of a key; None if there is none."""
         return self._values.get(key)
 
     async def put(self, key: str, value: bytes) -> None:
@@ -58,23 +58,23 @@ class InProcessStore:
         self._values[key] = value
 
     async def put_new(self, key: str, value: bytes) -> bool:
-        """Set a key's value if it has none; returns whether it had none."""
+        """Set a key's value if it has none; return whether it had none."""
         if key in self._values:
             return False
         self._values[key] = value
         return True
 
     async def delete(self, key: str) -> None:
-        """Forget a key, if it is there."""
+        """Delete a key, if it is there."""
         self._values.pop(key, None)
 
     async def keys(self, prefix: str) -> list[str]:
-        """The keys that begin so."""
+        """Return the keys that begin with the prefix."""
         return [key for key in self._values if key.startswith(prefix)]
 
 
 async def insisting(call: Callable[[], Awaitable[T]]) -> T:
-    """Call the store until it answers."""
+    """Repeat a call to the store until it answers; return the answer."""
     pauses = Pauses()
     while True:
         try:

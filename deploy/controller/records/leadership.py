@@ -1,4 +1,4 @@
-"""One controller's epoch: begun, and held for as long as there is no later one."""
+"""One controller's leadership: its epoch is begun, and held until there is a later one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _log = logging.getLogger(__name__)
 
 
 class Leadership:
-    """Becomes a cluster's controller, and stays it. Belongs to one event loop.
+    """A controller's leadership of its cluster: it begins an epoch and holds it.
+
+    An instance belongs to one event loop.
 
     Args:
         store: says which controller is the latest one.
         on_deposed: is called when a later controller has begun.
-        on_broken: is called when an error that nobody expected has ended the renewal.
+        on_broken: is called when an unexpected error has ended the renewal.
     """
 
     def __init__(
@@ -36,11 +38,11 @@ class Leadership:
         self._holding: asyncio.Task[None] | None = None
 
     async def begin(self, configs: Sequence[WorkerConfig], own_seconds: float) -> Leases:
-        """Begin an epoch, and hold it from now on; returns what the controller may promise.
+        """Begin an epoch and hold it from now on; return the leases that it may give.
 
         Args:
-            configs: of the workers: say how long their leases last.
-            own_seconds: of the controller's lease.
+            configs: the workers' configurations, which say how long their leases last.
+            own_seconds: the duration of the controller's own lease.
         """
         longest = max((config.lease_seconds for config in configs), default=0.0)
         alone = any(config.suspended_alone for config in configs)
@@ -54,12 +56,12 @@ class Leadership:
         """Ask the store, until it answers, whether no later controller has begun.
 
         Args:
-            leases: what `begin` has returned.
+            leases: the leases that `begin` has returned.
         """
         return await insisting(lambda: hold_epoch(leases, self._store, leases.clock))
 
     def end(self) -> None:
-        """Hold the epoch no more."""
+        """Stop holding the epoch."""
         if self._holding is not None:
             self._holding.cancel()
 

@@ -1,4 +1,4 @@
-"""The leases that a controller gives to workers, and its own: when are they surely over?"""
+"""The leases that a controller gives to workers, and its own: when each is surely over."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from kvrelay.router.notifier import Notifier
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """How long leases last; the same for all controllers of a cluster."""
+    """The durations of leases; the same for all controllers of a cluster."""
 
     worker_seconds: float
-    """A worker's, from the stamp that its renewal carries."""
+    """The duration of a worker's lease, from the stamp that its renewal carries."""
     controller_seconds: float
-    """A controller's, from when it asked the store whether it still is the latest."""
+    """The duration of a controller's lease.
+
+    It counts from when it asked the store whether it still is the latest.
+    """
 
     @property
     def margin_seconds(self) -> float:
-        """For clocks that run at different rates, and for what a thread has just begun."""
+        """The allowance for clocks that differ in rate, and for work that has just begun."""
         return 1 + (self.worker_seconds + self.controller_seconds) / 10
 
 
 class Leases:
-    """What one controller may promise, and what it must take others to have promised.
+    """The leases that one controller has given, and those that its predecessors may have given.
 
-    It reads no clock: times are the caller's, of one clock. A renewal that is *asked for* here at
-    some time lets the worker serve until `worker_seconds` later at most, however late it is sent:
-    it carries a stamp that the worker made earlier. A controller asks for none when its own lease
-    is over, so its successor knows when the last one was.
+    All times are the caller's, of one clock. A renewal carries a stamp that the worker made before
+    the renewal was *asked for* here. So it lets the worker serve for at most `worker_seconds` from
+    then, however late it is sent. A controller makes no renewal after its own lease is over, so its
+    successor knows the latest possible time of one.
 
     Args:
-        epoch: of this controller, from the store.
-        times: how long leases last.
-        began: when the store had answered that the epoch is this controller's.
-        clock: where callers have their times from.
+        epoch: this controller's epoch, from the store.
+        times: the durations of leases.
+        began: the time when the store had answered that the epoch is this controller's.
+        clock: the clock from which callers take their times.
     """
 
     def __init__(
@@ -61,12 +64,12 @@ class Leases:
         )
 
     def hold(self, asked_at: float) -> None:
-        """The store says that no later controller had begun, and was asked at this time."""
+        """Extend the controller's lease: when asked at this time, the store knew no later one."""
         self._held_at = max(self._held_at, asked_at)
         self._held.notify_all()
 
     def give_up(self) -> None:
-        """A later controller has begun: renew nothing any more."""
+        """Renew nothing any more, because a later controller has begun."""
         self._given_up = True
 
     @property
@@ -84,12 +87,12 @@ class Leases:
             await self._held.wait()
 
     def renew(self, incarnation: str, stamp: float | None, now: float) -> Renewal | None:
-        """What to send to a worker, whose latest answer was this stamp; None: nothing.
+        """Return the renewal to send to a worker; None if this controller's own lease is over.
 
         Args:
-            incarnation: the worker's.
-            stamp: on the worker's clock, from an answer that has arrived; None: it has not said
-                one.
+            incarnation: the worker's incarnation.
+            stamp: the latest stamp that the worker has sent, on its own clock; None: it has sent
+                none.
             now: the time.
         """
         if not self.is_held(now):
@@ -98,18 +101,18 @@ class Leases:
         return Renewal(self.epoch, self.times.worker_seconds, stamp)
 
     def heard(self, incarnation: str, now: float) -> None:
-        """A worker has started: its first lease had begun by now."""
+        """Note that a worker has started: its first lease had begun by now."""
         self._asked[incarnation] = max(now, self._asked.get(incarnation, -math.inf))
 
     def over_at(self, incarnation: str) -> float:
-        """From when on an incarnation does not serve, if nobody renews its lease before."""
+        """Return the time from which an incarnation does not serve, if its lease is not renewed."""
         ours = self._asked.get(incarnation, -math.inf) + self.times.worker_seconds
         return max(ours, self._predecessors_end) + self.times.margin_seconds
 
     def is_over(self, incarnation: str) -> bool:
-        """Whether an incarnation will never serve again, whatever has become of its process.
+        """Return whether an incarnation will never serve again, even if its process still runs.
 
-        The store must have said after `over_at` that there was no later controller, who could
+        The store must have said after `over_at` that there was no later controller, which could
         have renewed the lease.
         """
         return not self._given_up and self._held_at >= self.over_at(incarnation)
@@ -120,5 +123,5 @@ class Leases:
             await self._held.wait()
 
     def forget(self, incarnation: str) -> None:
-        """An incarnation's death is confirmed."""
+        """Forget an incarnation whose death is confirmed."""
         self._asked.pop(incarnation, None)

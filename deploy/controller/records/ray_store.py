@@ -1,4 +1,4 @@
-"""A cluster's store in Ray's own key-value store, which outlives all processes but Ray's head."""
+"""A cluster's store in Ray's own key-value store, which only ends with Ray's head."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvrelay.deploy.nodes.local_ray import ray
 
 T = TypeVar("T")
 _CALL_SECONDS: Final = 5.0
-"""For the head to answer a call."""
+"""The time that the head has to answer a call."""
 
 
 class RayStore:
-    """Implements `KeyValueStore`; keys of one cluster are apart from those of all others.
+    """A `KeyValueStore` whose keys are separate for each cluster.
 
     Args:
-        client: of Ray's head.
-        namespace: the cluster's.
+        client: the client of Ray's head.
+        namespace: the cluster's namespace.
     """
 
     def __init__(self, client: Any, namespace: str) -> None:
@@ -32,11 +32,11 @@ class RayStore:
 
     @classmethod
     def of_this_process(cls, namespace: str) -> Self:
-        """In the Ray that this process is connected to."""
+        """Make the store in the Ray that this process is connected to."""
         return cls(ray._private.worker.global_worker.gcs_client, namespace)
 
     async def get(self, key: str) -> bytes | None:
-        """The value of a key; None if there is none."""
+        """Return the value of a key; None if there is none."""
         name = key.encode()
         call = self._client.internal_kv_get
         value: bytes | None = await self._run(
@@ -49,20 +49,20 @@ class RayStore:
         await self._put(key, value, overwrite=True)
 
     async def put_new(self, key: str, value: bytes) -> bool:
-        """Set a key's value if it has none; returns whether it had none.
+        """Set a key's value if it has none; return whether it had none.
 
-        False, too, if Ray has sent the call twice by itself because the first answer was lost.
+        It also returns False if Ray repeated the call itself because the first answer was lost.
         """
         return await self._put(key, value, overwrite=False) == 1
 
     async def delete(self, key: str) -> None:
-        """Forget a key, if it is there."""
+        """Delete a key, if it is there."""
         name = key.encode()
         call = self._client.internal_kv_del
         await self._run(lambda: call(name, False, self._namespace, timeout=_CALL_SECONDS))
 
     async def keys(self, prefix: str) -> list[str]:
-        """The keys that begin so."""
+        """Return the keys that begin with the prefix."""
         name = prefix.encode()
         call = self._client.internal_kv_keys
         found: list[bytes] = await self._run(
@@ -71,7 +71,7 @@ class RayStore:
         return [key.decode() for key in found]
 
     async def _put(self, key: str, value: bytes, *, overwrite: bool) -> int:
-        """Returns how many keys are new: 0 or 1."""
+        """Set a key's value; return the number of new keys: 0 or 1."""
         name = key.encode()
         call = self._client.internal_kv_put
         return await self._run(
@@ -87,11 +87,11 @@ class RayStore:
 
 
 def read_once(head: str, namespace: str, key: str) -> bytes | None:
-    """The value of a key, from a process that belongs to no Ray. Blocks. Raises ClusterError.
+    """Return the value of a key, in a process outside any Ray. Blocks. Raises ClusterError.
 
     Args:
         head: the ``host:port`` of Ray's head, which has just answered.
-        namespace: the cluster's.
+        namespace: the cluster's namespace.
         key: the key.
     """
     try:

@@ -1,6 +1,6 @@
-"""What a controller writes down for its successor: of the cluster, and of each worker.
+"""The records that a controller writes for its successor: of the cluster, and of each worker.
 
-Small JSON objects, each with the version of their form.
+They are small JSON objects, each with the version of its format.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ VERSION: Final = 2
 
 
 class ClusterPhase(StrEnum):
-    """How far a cluster has come."""
+    """A phase in the life of a cluster."""
 
     STARTING = "starting"
-    """Its first workers have not all started; if one does not, all end."""
+    """The first workers have not all started; if one fails, all end."""
     SERVING = "serving"
     """Its workers are replaced when they die."""
     STOPPING = "stopping"
@@ -34,29 +34,29 @@ class ClusterPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClusterRecord:
-    """What the cluster is to be. The workers that it is to have are those with a record."""
+    """The record of the cluster. The workers that are wanted have a record each."""
 
     phase: ClusterPhase = ClusterPhase.STARTING
     names: frozenset[str] = frozenset()
-    """Of all workers that there were ever to be: no new one can have them."""
+    """The names of all workers that were ever wanted: no new worker can have one of them."""
     change: Changes | None = None
-    """Of the number of workers; it is under way."""
+    """The change of the number of workers that is under way; None: none is."""
     revision: Revision = FIRST
-    """Of the options: what a worker gets that is added."""
+    """The revision of the options that added workers get."""
     previous: Revision | None = None
-    """What `revision` was before the last roll; None: there was none."""
+    """The value of `revision` before the last roll; None: there was no roll."""
     roll: Roll | None = None
-    """It is under way, or has stopped."""
+    """The roll that is under way, or has stopped; None: there is none."""
     successor: str = ""
     """The address of the controller that routers are to follow; empty: this cluster's."""
 
     def to_bytes(self) -> bytes:
-        """For the store."""
+        """Encode the record for the store."""
         return _dump(asdict(self) | {"names": sorted(self.names)})
 
     @classmethod
     def from_bytes(cls, text: bytes) -> ClusterRecord:
-        """From the store. Raises ClusterError for what another version has written."""
+        """Decode a record. Raises ClusterError if another version has written it."""
         read = _load(text)
         change = read["change"] and Changes(
             tuple((name, WorkerRole(role)) for name, role in read["change"]["added"]),
@@ -75,12 +75,12 @@ class ClusterRecord:
 
 @dataclass(frozen=True, slots=True)
 class ActorPlace:
-    """Where a worker's actor is placed."""
+    """The place of a worker's actor."""
 
     group: str
     """The name of a placement group."""
     index: int
-    """Of the bundle in it."""
+    """The index of the bundle in that group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +89,35 @@ class Started:
 
     info: WorkerInfo
     process: ProcessIdentity | None
-    """What it runs in; None where the system does not say it."""
+    """The worker's process; None where the system does not tell it."""
     node: str = ""
     """The address of its node in Ray."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """One worker that there is to be, or that is about to leave, and its latest incarnation."""
+    """One worker that is wanted or about to leave, and its latest incarnation."""
 
     name: str
     role: WorkerRole
     place: ActorPlace | None = None
-    """None: it has none yet, or needs none."""
+    """The worker's place; None: it has none yet, or needs none."""
     started: Started | None = None
     """The incarnation that others may know; None: there was none yet."""
     draining: bool = False
-    """That incarnation was told to drain, or is about to be."""
+    """Whether that incarnation was told to drain, or is about to be."""
     removing: bool = False
-    """No other incarnation follows."""
+    """Whether no other incarnation follows."""
     revision: Revision = FIRST
-    """Of the options that it has."""
+    """The revision of the worker's options."""
 
     def to_bytes(self) -> bytes:
-        """For the store."""
+        """Encode the record for the store."""
         return _dump(asdict(self))
 
     @classmethod
     def from_bytes(cls, text: bytes) -> WorkerRecord:
-        """From the store. Raises ClusterError for what another version has written."""
+        """Decode a record. Raises ClusterError if another version has written it."""
         read = _load(text)
         return cls(
             name=read["name"],
@@ -132,13 +132,13 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """All that a controller has written down."""
+    """All records that a controller has written."""
 
     cluster: ClusterRecord = field(default_factory=ClusterRecord)
     workers: Mapping[str, WorkerRecord] = field(default_factory=dict)
-    """By name."""
+    """The workers' records by name."""
     deaths: frozenset[str] = frozenset()
-    """Incarnations whose processes have ended, of which perhaps not all others know."""
+    """The incarnations whose processes have ended, while some workers may not know it."""
 
 
 def _started(read: Mapping[str, Any]) -> Started:

@@ -1,7 +1,7 @@
-"""What a call for completions is answered, as chunks of a stream or as one object.
+"""The answers to calls for completions: the chunks of a stream, or one object.
 
-A chunk is bytes that are known from the start with a text in between: to encode it costs a
-tenth of a microsecond where `json.dumps` of the whole takes two.
+Only the text of a chunk varies; the bytes around it are known from the start. Encoding the text
+takes a tenth of a microsecond, `json.dumps` of the whole takes two.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from kvrelay.wire.output import SampledToken
 DONE: Final = b"data: [DONE]\n\n"
 _LARGE_BYTES: Final = 1 << 20
 _BYTES_OF_AN_ID: Final = 8
-"""Of a token, in an answer."""
+"""The estimated bytes of a token id in an answer."""
 
 
 class Style(Protocol):
-    """How one of the two endpoints words its answers."""
+    """The form of the answers of one of the two endpoints."""
 
     prefix: str
-    """Of a call's id."""
+    """The prefix of a call's id."""
     operation: str
-    """As spans call it."""
+    """The operation's name in spans."""
     chunk_object: str
     whole_object: str
     no_text: str
-    """In place of `text_of_chunk`, in a chunk that says why a choice ended."""
+    """The member of a chunk that says why a choice ended, in place of `text_of_chunk`."""
     prompt_on_top: bool
-    """What is said of the prompt stands beside the choices, not in them."""
+    """Whether the members about the prompt stand beside the choices, not in them."""
 
     def opening(self) -> str | None:
-        """What the first chunk of a choice says beside its text; None: there is no such chunk."""
+        """Return the first chunk's members beside its text; None: a choice has no such chunk."""
 
     def text_of_chunk(self, text: str) -> str:
-        """The member of a chunk's choice that has a text; it is quoted already."""
+        """Return the member of a chunk's choice that has a text, which is quoted already."""
 
     def text_of_whole(self, text: str) -> str:
-        """The member of the whole answer's choice that has a text; it is quoted already."""
+        """Return the member of the whole answer's choice that has a text, which is quoted."""
 
     def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
-        """A writer of a choice's log-probabilities."""
+        """Return a writer of a choice's log-probabilities."""
 
 
 class CompletionStyle:
-    """/v1/completions."""
+    """The style of /v1/completions."""
 
     prefix = "cmpl"
     operation = COMPLETION
@@ -70,24 +70,24 @@ class CompletionStyle:
     prompt_on_top = False
 
     def opening(self) -> str | None:
-        """None."""
+        """Return None: completions have no opening chunk."""
         return None
 
     def text_of_chunk(self, text: str) -> str:
-        """The text."""
+        """Return the member with the text."""
         return f'"text":{text}'
 
     def text_of_whole(self, text: str) -> str:
-        """The text."""
+        """Return the member with the text."""
         return f'"text":{text}'
 
     def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
-        """Four lists."""
+        """Return a writer of four lists."""
         return CompletionLogprobs(names, alternatives)
 
 
 class ChatStyle:
-    """/v1/chat/completions."""
+    """The style of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     operation = CHAT
@@ -97,61 +97,61 @@ class ChatStyle:
     prompt_on_top = True
 
     def opening(self) -> str | None:
-        """Who speaks."""
+        """Return the member that says who speaks."""
         return '"delta":{"role":"assistant","content":""}'
 
     def text_of_chunk(self, text: str) -> str:
-        """A piece of the message."""
+        """Return the member with a piece of the message."""
         return f'"delta":{{"content":{text}}}'
 
     def text_of_whole(self, text: str) -> str:
-        """The message."""
+        """Return the member with the message."""
         return f'"message":{{"role":"assistant","content":{text}}}'
 
     def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
-        """An object for each token."""
+        """Return a writer of an object for each token."""
         return ChatLogprobs(names, alternatives)
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What an answer shows beside the text of each choice."""
+    """The parts of an answer beside the text of each choice."""
 
     names: TokenNames
     logprobs: int | None = None
-    """Alternatives of each output token; None: no log-probabilities."""
+    """The number of alternatives of each output token; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """Alternatives of each token of the prompt, in vLLM's form; None: no log-probabilities."""
+    """The same for each token of the prompt, in vLLM's form; None: no log-probabilities."""
     echo: bool = False
-    """The text and its log-probabilities begin with the prompt's."""
+    """Whether the text and its log-probabilities begin with the prompt's."""
     output: bool = True
-    """False: they end with the prompt's, too, whatever is generated."""
+    """Whether generated output is shown; False: only the prompt's part is."""
     token_ids: bool = False
-    """Those of prompt and output."""
+    """Whether the token ids of prompt and output are shown."""
     continuous_usage: bool = False
-    """Every chunk has the usage until then."""
+    """Whether every chunk has the usage so far."""
     parser: Callable[[], OutputParser] | None = None
-    """Makes what takes a choice's text apart; None: all of it is content."""
+    """A function that makes a parser of one choice's text; None: all of it is content."""
     ends_by_calls: bool = True
-    """A choice with calls of tools is said to end by them."""
+    """Whether a choice with tool calls has the finish reason `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """What one prompt brings to an answer."""
+    """The contribution of one prompt to an answer."""
 
     first_choice: int
     """The index of its first choice in the whole answer."""
     n: int
-    """Its choices."""
+    """The number of its choices."""
     input_ids: Sequence[int]
     text: str = ""
-    """If it is echoed."""
+    """The prompt's text, if it is echoed; else empty."""
 
 
 @dataclass(frozen=True)
 class CompletionAnswer:
-    """What all parts of one call's answer have in common."""
+    """The members that all parts of one call's answer share."""
 
     style: Style
     id: str
@@ -159,7 +159,7 @@ class CompletionAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, kind: str) -> str:
-        """The beginning of an object of this kind, open for its choices."""
+        """Return the beginning of an object of this kind, open for its choices."""
         return (
             f'{{"id":{quoted(self.id)},"object":"{kind}","created":{self.created},'
             f'"model":{quoted(self.model)},"choices":['
@@ -167,7 +167,7 @@ class CompletionAnswer:
 
 
 class _Choices:
-    """The choices of one prompt, as far as both forms of an answer write them alike."""
+    """The choices of one prompt: the code that both forms of an answer share."""
 
     def __init__(self, answer: CompletionAnswer, prompt: PromptPart, shown: Shown) -> None:
         self._style = answer.style
@@ -188,7 +188,7 @@ class _Choices:
             self._prompt_writer = PromptLogprobs(shown.names, shown.prompt_logprobs)
 
     def _take_prompt(self, tokens: Sequence[SampledToken]) -> int:
-        """Takes tokens of the prompt; returns their bytes in a whole answer."""
+        """Take tokens of the prompt; return their bytes in a whole answer."""
         num_bytes = 0
         if self._prompt_writer is not None:
             num_bytes += self._prompt_writer.add(tokens)
@@ -198,14 +198,14 @@ class _Choices:
         return num_bytes
 
     def _add(self, choice: int, tokens: Sequence[SampledToken]) -> int:
-        """Takes output tokens; returns the bytes of their log-probabilities."""
+        """Take output tokens; return the bytes of their log-probabilities."""
         if not self._writers:
             return 0
         writer = self._writers[choice]
         return writer.add(writer.write(tokens))
 
     def _reason(self, choice: int, end: ChoiceEnd) -> str:
-        """Why a choice ended; `stop_reason`, as vLLM has it, names the stop token or string."""
+        """Return why a choice ended; as in vLLM, `stop_reason` names the stop token or string."""
         reason = str(end.finish_reason)
         called = self._spoken and self._spoken[choice].num_calls and self._shown.ends_by_calls
         if called and end.finish_reason is FinishReason.STOP:
@@ -216,7 +216,7 @@ class _Choices:
         return self._writers[choice].take() if self._writers else "null"
 
     def _of_prompt(self, choice: int) -> str:
-        """The members about the prompt alone, each with a comma before it: its first has them."""
+        """Return the members about the prompt, each after a comma, which its first choice has."""
         members = ""
         if choice:
             return members
@@ -232,12 +232,12 @@ def _of_prompt_alone(delta: Delta) -> Delta:
 
 
 class Chunks(_Choices):
-    """Makes the chunks of one prompt's choices: the `Form` of a streamed answer.
+    """The chunks of one prompt's choices: the `Form` of a streamed answer.
 
     Args:
-        answer: that the chunks are of.
-        prompt: whose choices they are.
-        shown: beside the text.
+        answer: the answer that the chunks belong to.
+        prompt: the prompt of the choices.
+        shown: the parts that are shown beside the text.
     """
 
     def __init__(self, answer: CompletionAnswer, prompt: PromptPart, shown: Shown) -> None:
@@ -247,7 +247,7 @@ class Chunks(_Choices):
         self._output_tokens = [0] * prompt.n
 
     def __call__(self, event: Event) -> bytes:
-        """The chunks of an event, as events of a text/event-stream."""
+        """Return the chunks of an event, as events of a text/event-stream."""
         if isinstance(event, Delta):
             self._output_tokens[event.choice] += len(event.tokens)
             return self._delta(event if self._shown.output else _of_prompt_alone(event)).encode()
@@ -273,7 +273,7 @@ class Chunks(_Choices):
         return beginning + self._chunk(choice, words, logprobs=self._logprobs(choice))
 
     def _spoken_delta(self, choice: int, text: str, extra: str) -> str:
-        """A chunk for each part that some text brings; the first has what is said of its tokens."""
+        """Return a chunk for each part that a text completes; the first has its tokens' members."""
         first, *others = self._spoken[choice].push(text) or [""]
         shows_tokens = extra or self._writers or self._shown.continuous_usage
         if not first and not shows_tokens:
@@ -283,7 +283,7 @@ class Chunks(_Choices):
         return chunk + "".join([self._chunk(choice, words) for words in others])
 
     def _beginning(self, choice: int) -> str:
-        """The chunk before a choice's first token, if it has one."""
+        """Return the chunk before a choice's first token; empty if it has none."""
         self._begun.add(choice)
         opening, of_prompt = self._style.opening(), self._of_prompt(choice)
         if opening is None and not of_prompt:
@@ -318,10 +318,10 @@ class Chunks(_Choices):
 
 
 class HeldAnswer:
-    """Bounds what one call's answer holds before it is sent.
+    """A bound on the bytes that one call's answer holds before it is sent.
 
     Args:
-        most_bytes: of all its prompts together.
+        most_bytes: the most bytes of all its prompts together.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -330,15 +330,15 @@ class HeldAnswer:
 
     @property
     def is_large(self) -> bool:
-        """To join and send all of it at once would hold up the event loop."""
+        """Whether joining and sending all of it at once would hold up the event loop."""
         return self._num_bytes > _LARGE_BYTES
 
     def add(self, num_bytes: int) -> None:
-        """Counts so many more."""
+        """Add to the count of bytes."""
         self._num_bytes += num_bytes
 
     async def check(self, _event: bytes) -> None:
-        """Raises `InvalidField` if they are too many."""
+        """Raise `InvalidField` if there are too many bytes."""
         if self._num_bytes > self._most_bytes:
             raise InvalidField(
                 "stream",
@@ -348,13 +348,13 @@ class HeldAnswer:
 
 
 class Whole(_Choices):
-    """Collects one prompt's choices: the `Form` of an answer that is sent at once.
+    """The choices of one prompt, collected: the `Form` of an answer that is sent at once.
 
     Args:
-        answer: that the choices are of.
-        prompt: whose choices they are.
-        shown: beside the text.
-        held: counts what it collects.
+        answer: the answer that the choices belong to.
+        prompt: the prompt of the choices.
+        shown: the parts that are shown beside the text.
+        held: counts the collected bytes.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class Whole(_Choices):
             held.add(_BYTES_OF_AN_ID * len(prompt.input_ids))
 
     def __call__(self, event: Event) -> bytes:
-        """Nothing: no reader is sent any of it before the end."""
+        """Return nothing: no part of the answer is sent before the end."""
         if isinstance(event, Delta):
             of_prompt = event.prompt_logprobs
             if of_prompt:
@@ -379,7 +379,7 @@ class Whole(_Choices):
         return b""
 
     def _take(self, delta: Delta) -> int:
-        """Takes output; returns its bytes in the answer, about."""
+        """Take output; return its approximate bytes in the answer."""
         choice = delta.choice
         self._texts[choice].append(delta.text)
         num_bytes = len(delta.text) + self._add(choice, delta.tokens)
@@ -389,13 +389,13 @@ class Whole(_Choices):
         return num_bytes
 
     def choices(self, completion: Completion) -> Iterator[str]:
-        """Each of them."""
+        """Yield each choice as JSON."""
         for choice, end in enumerate(completion.choices):
             yield self._choice(choice, end)
 
     @property
     def on_top(self) -> str:
-        """What the answer has beside its choices, each member with a comma before it."""
+        """The members beside the choices, each with a comma before it."""
         return self._of_prompt(0) if self._style.prompt_on_top else ""
 
     def _choice(self, choice: int, end: ChoiceEnd) -> str:
@@ -413,7 +413,7 @@ class Whole(_Choices):
 
 
 def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None) -> str:
-    """A usage object."""
+    """Return a usage object."""
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
@@ -425,7 +425,7 @@ def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int | None =
 
 
 def usage_of_all(completions: Sequence[Completion]) -> str:
-    """The usage of all prompts of a call together."""
+    """Return the usage of all prompts of a call together."""
     return usage_of(
         sum(one.prompt_tokens for one in completions),
         sum(one.completion_tokens for one in completions),
@@ -434,7 +434,7 @@ def usage_of_all(completions: Sequence[Completion]) -> str:
 
 
 def usage_chunk(answer: CompletionAnswer, completions: Sequence[Completion]) -> bytes:
-    """The last chunk of a stream that was asked for its usage."""
+    """Return the last chunk of a stream whose client asked for usage."""
     head = answer.head(answer.style.chunk_object)
     return f'data: {head}],"usage":{usage_of_all(completions)}}}\n\n'.encode()
 
@@ -442,7 +442,7 @@ def usage_chunk(answer: CompletionAnswer, completions: Sequence[Completion]) -> 
 def parts_of_whole(
     answer: CompletionAnswer, wholes: Sequence[Whole], completions: Sequence[Completion]
 ) -> Iterator[bytes]:
-    """An answer that is not streamed, in parts: one for each choice, and what is around them."""
+    """Yield an answer that is not streamed in parts: one for each choice, and its frame."""
     before = answer.head(answer.style.whole_object)
     for whole, completion in zip(wholes, completions, strict=True):
         for choice in whole.choices(completion):

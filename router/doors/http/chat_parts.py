@@ -1,4 +1,4 @@
-"""The parts of a chat's output, reasoning and calls of tools among them, as answers have them."""
+"""The parts of a chat's output in answers: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 
 
 class Spoken:
-    """One choice's output, taken apart.
+    """One choice's output, split into its parts.
 
     Args:
-        parser: takes it apart.
+        parser: the parser that splits it.
     """
 
     def __init__(self, parser: OutputParser) -> None:
@@ -21,15 +21,15 @@ class Spoken:
         self.num_calls = 0
 
     def push(self, text: str) -> list[str]:
-        """Members of chunks that say what some more text brings; often none."""
+        """Return the members of chunks that some more text completes; often none."""
         return [self._delta(piece) for piece in self._parser.push(text)]
 
     def finish(self) -> list[str]:
-        """Members of the last chunks."""
+        """Return the members of the last chunks."""
         return [self._delta(piece) for piece in self._parser.finish()]
 
     def message(self, text: str) -> str:
-        """The member of a whole answer's choice, for all of the text."""
+        """Return the member of a whole answer's choice, for all of the text."""
         pieces = [*self._parser.push(text), *self._parser.finish()]
         content = "".join([piece.content for piece in pieces])
         reasoning = "".join([piece.reasoning for piece in pieces])

@@ -1,4 +1,4 @@
-"""The conversation of a /v1/chat/completions body, as a prompt."""
+"""The conversation in a body of /v1/chat/completions, as a prompt."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ _MESSAGES: Final[Schema] = {
 
 
 class ChatPrompt:
-    """A conversation, which a template makes a text of.
+    """A conversation that a chat template turns into text.
 
     Args:
         texts: tokenizes the text.
         template: renders it.
-        messages: their contents are strings.
-        options: of `ChatTemplate.render`.
-        num_bytes: of the text, about.
-        add_special_tokens: beside those that the template writes.
+        messages: the messages, whose contents are strings.
+        options: the arguments of `ChatTemplate.render`.
+        num_bytes: the approximate bytes of the text.
+        add_special_tokens: whether to add special tokens beside those that the template writes.
     """
 
     field = "messages"
@@ -82,10 +82,10 @@ class ChatPrompt:
         self.num_bytes = num_bytes
         self._add_special_tokens = add_special_tokens
         self.ends_in_reasoning = False
-        """The rendered text has begun the answer's reasoning; known once it was rendered."""
+        """Whether the rendered text has begun the answer's reasoning; known after the rendering."""
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
-        """The conversation's tokens; raises `InvalidField` if they leave no room for output."""
+        """Return the conversation's tokens; raise `InvalidField` if no room for output is left."""
         try:
             text = self._template.render(self._messages, **self._options)
         except TemplateError as error:
@@ -106,14 +106,14 @@ def read_chat(
     template: ChatTemplate | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> ChatPrompt:
-    """Takes the conversation and how it is rendered; raises `InvalidField`.
+    """Read the conversation and its rendering options; raise `InvalidField`.
 
     Args:
-        fields: of the body.
-        body_bytes: of all of it, since a template may write any of it.
+        fields: the body's fields.
+        body_bytes: the bytes of the whole body, since a template may write any part of it.
         texts: tokenizes the conversation.
         template: renders it; None: there is none.
-        tools: that the model is told of.
+        tools: the tools that the model is told of.
     """
     messages = _read_messages(fields)
     fields.only("chat_template")
@@ -149,7 +149,7 @@ def _read_messages(fields: Fields) -> Sequence[Mapping[str, Any]]:
 
 
 def _read_message(place: str, given: Any) -> Mapping[str, Any]:
-    """A message with its content as one text; its other members are for the template."""
+    """Read a message, with its content as one text; its other members are for the template."""
     if not isinstance(given, dict):
         raise InvalidField(place, "must be an object")
     if not isinstance(given.get("role"), str):
@@ -161,7 +161,7 @@ def _read_message(place: str, given: Any) -> Mapping[str, Any]:
 
 
 def _read_calls(place: str, given: Any) -> Sequence[Mapping[str, Any]]:
-    """Calls of earlier turns, with their arguments as the object that templates expect."""
+    """Read calls of earlier turns, with their arguments as the object that templates expect."""
     if not isinstance(given, list):
         raise InvalidField(place, "must be a list of calls")
     return [_read_call(f"{place}[{number}]", one) for number, one in enumerate(given)]
@@ -185,7 +185,7 @@ def _read_call(place: str, given: Any) -> Mapping[str, Any]:
 
 
 def _content(place: str, given: Any) -> str:
-    """The text of a content, which may come in parts, a line each."""
+    """Return the text of a content, which may come in parts; each becomes a line."""
     if given is None:
         return ""
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Tools of a chat: what the model is told of them, and how it may, or must, call them."""
+"""The tools of a chat: what the model is told of them, and how it may, or must, call them."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ _ANY_ARGUMENTS: Final = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How the served model is spoken to, and speaks."""
+    """The served model's conventions for conversations, tool calls and reasoning."""
 
     template: ChatTemplate | None
-    """None: it has none."""
+    """The chat template; None: the model has none."""
     tools: ToolFormat | None
-    """How it calls tools; None: nobody knows."""
+    """The format of tool calls; None: it is unknown."""
     calls_are_parsed: bool
     reasons: bool
-    """Its output may begin with reasoning."""
+    """Whether its output may begin with reasoning."""
 
     @classmethod
     def of(cls, config: RouterConfig, template: ChatTemplate | None) -> Dialect:
-        """The dialect that the options name, or that the template shows."""
+        """Choose the dialect that the options name, or that the template shows."""
         source = template.source if template is not None else ""
         wanted, reasoning = config.tool_call_parser, config.reasoning_parser
         if wanted is ToolParser.AUTO:
@@ -100,16 +100,16 @@ class Tools:
     """The tools of one call."""
 
     shown: Sequence[Mapping[str, Any]] | None = None
-    """To the template; None: none."""
+    """The tools that the template is given; None: none."""
     named: str = ""
-    """The one that must be called; empty: there is none such."""
+    """The tool that must be called; empty: no particular one."""
     required: bool = False
-    """One or more must be called."""
+    """Whether at least one tool must be called."""
     first_alone: bool = False
-    """Of the calls that the model makes, the first one counts."""
+    """Whether only the first of the model's calls counts."""
 
     def parser(self, dialect: Dialect) -> Callable[[], OutputParser] | None:
-        """Makes what takes an output's calls apart; None: it is content, all of it."""
+        """Return a function that makes a parser of tool calls; None: all output is content."""
         if self.named:
             return lambda: NamedCallParser(self.named)
         if self.required:
@@ -123,15 +123,15 @@ class Tools:
 def speaker(
     tools: Tools, dialect: Dialect, in_reasoning: Callable[[], bool], *, has_form: bool
 ) -> Callable[[], OutputParser] | None:
-    """Makes what takes an output apart; None: it is content, all of it.
+    """Return a function that makes a parser of an output; None: all of it is content.
 
-    An output that is held to a form has no reasoning, whatever its prompt ends with.
+    An output with a structured form has no reasoning, even if its prompt ends in reasoning.
 
     Args:
-        tools: of the call.
-        dialect: of the model.
+        tools: the call's tools.
+        dialect: the model's dialect.
         in_reasoning: tells whether the prompt has ended in reasoning, once it was rendered.
-        has_form: the output is held to one.
+        has_form: whether the output has a structured form.
     """
     make = tools.parser(dialect)
     if not dialect.reasons or has_form:
@@ -140,10 +140,10 @@ def speaker(
 
 
 def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingParams) -> Tools:
-    """Takes `tools` and `tool_choice`; `params` become those that calls need.
+    """Read `tools` and `tool_choice`; set the fields of `params` that calls need.
 
-    Where one must be made, they hold the output to it; else they leave the tags of calls in the
-    text.
+    If a call is required, its form becomes the structured output. Otherwise the tags of calls are
+    left in the text.
     """
     tools = read_tool_list(fields)
     parallel = fields.optional_flag("parallel_tool_calls")
@@ -181,7 +181,7 @@ def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingP
 
 
 def read_tool_list(fields: Fields) -> list[dict[str, Any]]:
-    """Takes `tools`; none if it is absent."""
+    """Read `tools`; an empty list if it is absent."""
     given = fields.take("tools", _TOOLS)
     if given is None:
         return []
@@ -206,7 +206,7 @@ def _check_tool(place: str, given: Any) -> None:
 
 
 def _read_choice(fields: Fields) -> tuple[str, str]:
-    """auto, none, required or function; and the name of the tool, if it is that."""
+    """Return auto, none, required or function, and the tool's name in the last case."""
     given = fields.take("tool_choice", _CHOICE)
     if given is None:
         return "auto", ""
@@ -220,7 +220,7 @@ def _read_choice(fields: Fields) -> tuple[str, str]:
 
 
 def _of_calls(functions: Any, most: int | None) -> dict[str, Any]:
-    """The schema of a list of calls."""
+    """Return the schema of a list of calls."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for function in functions:
@@ -240,7 +240,7 @@ def _of_calls(functions: Any, most: int | None) -> dict[str, Any]:
 
 
 def _hoist(member: str, schemas: Any, definitions: dict[str, dict[str, Any]]) -> None:
-    """Move a tool's definitions to where references from the root find them."""
+    """Move a tool's definitions to the root, where references find them."""
     if not isinstance(schemas, dict):
         raise InvalidField("tools", f"have {member} that are no object")
     known = definitions.setdefault(member, {})

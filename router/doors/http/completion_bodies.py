@@ -1,4 +1,4 @@
-"""Reads the bodies of /v1/completions and /v1/chat/completions."""
+"""The reading of the bodies of /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvrelay.v1 import inference_pb2
 from kvrelay.wire.history_digest import FORM, digest_tokens
 
 MAX_PROMPTS: Final = 256
-"""Of one call; each is a request of its own."""
+"""The most prompts of one call; each is a request of its own."""
 _IGNORED: Final = (
     "user",
     "metadata",
@@ -41,9 +41,9 @@ _ONLY_DEFAULTS: Final = {
     "allowed_token_ids": [],
     "bad_words": [],
 }
-"""Parameters of vLLM's that are not served, and what they are where they do nothing."""
+"""The parameters of vLLM that are not served, with the values at which they have no effect."""
 _IN_CHATS: Final = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
-"""What a chat calls parameters of the message."""
+"""The names in chats of the message's parameters."""
 _PROMPT: Final[Schema] = {
     "anyOf": [
         {"type": "string"},
@@ -60,45 +60,45 @@ _PROMPT: Final[Schema] = {
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How a call's answer is sent."""
+    """The way in which a call's answer is sent."""
 
     stream: bool
     include_usage: bool
-    """A last chunk has the usage."""
+    """Whether the stream's last chunk has the usage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a body asks for: so many prompts, with the same parameters."""
+    """A body's call: one or more prompts with the same parameters."""
 
     message: inference_pb2.GenerateRequest
-    """Without prompt and id."""
+    """The message, without prompt and id."""
     prompts: Sequence[Prompt]
     prompt_bytes: Sequence[int]
-    """Of each."""
+    """The bytes of each prompt."""
     options: StreamOptions
     shown: Shown
     texts: Sequence[str | None] = ()
-    """Of each prompt, in completions; None: it came as token ids."""
+    """The text of each prompt of a completion; None: it came as token ids."""
     asked_as: Mapping[str, str] = field(default_factory=dict)
-    """What the body calls a parameter that the message calls otherwise."""
+    """The body's names of parameters that have other names in the message."""
 
     @property
     def n(self) -> int:
-        """Choices of each prompt."""
+        """The number of choices of each prompt."""
         return max(self.message.sampling_params.n, 1)
 
 
 def check_fits(call: Call, caller: Caller, max_live_requests: int) -> None:
-    """Refuses a call that is never admitted whole: to try again would not help.
+    """Refuse a call that could never be admitted whole, so that a retry would not help.
 
     Args:
-        call: whose prompts are live together.
-        caller: who makes it.
-        max_live_requests: that the router takes.
+        call: the call, whose prompts are live together.
+        caller: the caller.
+        max_live_requests: the most live requests that the router takes.
 
     Raises:
-        InvalidField: it has too many prompts, or they are too long together.
+        InvalidField: it has too many prompts, or together they are too long.
     """
     num_prompts, most = len(call.prompts), max_live_requests
     if caller.max_live_requests is not None:
@@ -119,7 +119,7 @@ def check_fits(call: Call, caller: Caller, max_live_requests: int) -> None:
 
 
 def read_completion(fields: Fields, texts: Texts) -> Call:
-    """The call that a body of /v1/completions is; raises `InvalidField`."""
+    """Read the call in a body of /v1/completions; raise `InvalidField`."""
     add = fields.optional_flag("add_special_tokens")
     encoder = functools.partial(encode, texts.tokenizer, add_special_tokens=add is not False)
     prompts, sizes, prompt_texts = _read_prompts(fields, encoder)
@@ -142,7 +142,7 @@ def read_completion(fields: Fields, texts: Texts) -> Call:
 
 
 def read_chat_completion(fields: Fields, body_bytes: int, texts: Texts, dialect: Dialect) -> Call:
-    """The call that a body of /v1/chat/completions is; raises `InvalidField`."""
+    """Read the call in a body of /v1/chat/completions; raise `InvalidField`."""
     renamed = {name: asked for name, asked in _IN_CHATS.items() if fields.has(asked)}
     params = read_sampling(fields, "max_completion_tokens", "max_tokens")
     asked_as = dict(read_structured(fields, params))
@@ -165,7 +165,7 @@ def read_chat_completion(fields: Fields, body_bytes: int, texts: Texts, dialect:
 
 
 def read_open_session(fields: Fields) -> inference_pb2.OpenSessionRequest:
-    """The message that a body of /v1/sessions is; raises `InvalidField`."""
+    """Read the message in a body of /v1/sessions; raise `InvalidField`."""
     message = inference_pb2.OpenSessionRequest(session_id=fields.text("session_id") or "")
     timeout = fields.number("idle_timeout_seconds")
     kept = fields.integer("max_kept_tokens", 0, UINT32)
@@ -180,7 +180,7 @@ def read_open_session(fields: Fields) -> inference_pb2.OpenSessionRequest:
 
 
 def _read_digest(fields: Fields) -> str:
-    """The digest of a history; empty if there is none."""
+    """Read the digest of a history; empty if there is none."""
     digest = fields.take("history_digest", {"type": "string", "pattern": f"^{FORM}$"})
     if digest is None:
         return ""
@@ -201,7 +201,7 @@ def _read_rest(
     *,
     echo: bool = False,
 ) -> Call:
-    """What both endpoints have in common; refuses what is left of the fields then."""
+    """Read the fields that both endpoints have, and refuse the rest."""
     options, continuous = _read_stream(fields)
     prompt_logprobs = fields.integer("prompt_logprobs", 0, UINT32)
     if prompt_logprobs is not None and options.stream:
@@ -228,7 +228,7 @@ def _read_rest(
 def _read_prompts(
     fields: Fields, encoder: Callable[[str, int], Sequence[int]]
 ) -> tuple[Sequence[Prompt], Sequence[int], Sequence[str | None]]:
-    """All prompts, their bytes and texts: a text, a list of token ids, or a list of either."""
+    """Read all prompts, their bytes and texts: a text, a list of token ids, or a list of either."""
     given = fields.take("prompt", _PROMPT)
     if given is None:
         raise InvalidField("prompt", "the request has no prompt")
@@ -266,7 +266,7 @@ def _read_message(
 
 
 def _read_stream(fields: Fields) -> tuple[StreamOptions, bool]:
-    """The options, and whether every chunk has the usage until then."""
+    """Read the options, and whether every chunk has the usage so far."""
     stream = fields.flag("stream")
     options = fields.object("stream_options")
     if options is None:
@@ -280,7 +280,7 @@ def _read_stream(fields: Fields) -> tuple[StreamOptions, bool]:
 
 
 def _finish(fields: Fields) -> None:
-    """Refuses what is not served, and drops what says nothing to a server."""
+    """Refuse parameters that are not served, and drop those without meaning for a server."""
     for name, default in _ONLY_DEFAULTS.items():
         fields.only(name, default)
     fields.ignore(*_IGNORED)

@@ -1,4 +1,4 @@
-"""Serves /v1/completions and /v1/chat/completions: each prompt is a live request of its own."""
+"""The handling of /v1/completions and /v1/chat/completions: each prompt is a live request."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from kvrelay.router.requests.readers import Reader, Write
 from kvrelay.v1 import inference_pb2
 
 _MOST_HELD: Final = 16
-"""Prompts of a call that bring room for their whole answers: `max_unread_bytes` each."""
+"""The most prompts of a call that add `max_unread_bytes` each to the bound of its whole answer."""
 _PIECE_BYTES: Final = 256 << 10
-"""Of a large answer, that a client must take within `read_timeout`."""
+"""The bytes of a large answer's piece, which a client must take within `read_timeout`."""
 Make = Callable[[int, GenerationRequest], Form]
-"""The form of the prompt of this number."""
+"""A function that makes the form of the prompt with this number."""
 
 
 class Completions:
-    """Answers calls.
+    """The handler of completion calls on both endpoints.
 
     Args:
-        config: the router's.
+        config: the router's configuration.
         admission: makes live requests.
-        decode_prompt: the text of a prompt's tokens, for echo.
-        metrics: the router's.
+        decode_prompt: returns the text of a prompt's tokens, for echo.
+        metrics: the router's metrics.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Completions:
         self._metrics = metrics
 
     async def serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
-        """Answers one call; raises `RequestError` if it fails."""
+        """Answer one call; raise `RequestError` if it fails."""
         answer = CompletionAnswer(style, f"{style.prefix}-{uuid.uuid4().hex}", self._model_name)
         serve = self._stream if call.options.stream else self._answer
         try:
@@ -112,7 +112,7 @@ class Completions:
             await exchange.answer(b"".join(parts))
 
     async def _send_parts(self, exchange: Exchange, parts: Iterable[bytes]) -> None:
-        """Sends a large answer, whose client must take each piece within the time for reading."""
+        """Send a large answer; its client must take each piece within `read_timeout`."""
         try:
             for piece in _pieces(parts):
                 async with asyncio.timeout(self._read_timeout):
@@ -143,7 +143,7 @@ class Completions:
         make: Make,
         take: Write,
     ) -> Sequence[Completion]:
-        """Serves all prompts, and has their events taken as they come; returns how they ended."""
+        """Serve all prompts, and pass their events on as they come; return the completions."""
         deadline = exchange.deadline
         readers: list[Reader] = []
         try:
@@ -172,7 +172,7 @@ class Completions:
 
 
 def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces that a slow client can take in time."""
+    """Yield the same bytes in pieces that a slow client can take in time."""
     for part in parts:
         for start in range(0, len(part), _PIECE_BYTES):
             yield part[start : start + _PIECE_BYTES]
@@ -181,7 +181,7 @@ def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
 def _asks(
     call: Call, call_id: str, make: Make
 ) -> Iterator[Callable[[RequestLimits], IncomingRequest]]:
-    """What each prompt asks for, whatever the limits are."""
+    """Yield, for each prompt, a function that returns its ask; it ignores the limits."""
     for number, prompt in enumerate(call.prompts):
         message = inference_pb2.GenerateRequest()
         message.CopyFrom(call.message)
@@ -196,7 +196,7 @@ def _whatever(ask: IncomingRequest, _limits: RequestLimits) -> IncomingRequest:
 
 
 async def _pump_all(readers: Sequence[Reader], take: Write) -> None:
-    """Takes the events of all readers until each has its end; raises the first error."""
+    """Pass on the events of all readers until each ends; raise the first error."""
     if len(readers) == 1:
         await readers[0].pass_on(take)
         return

@@ -33,11 +33,11 @@ from kvrelay.router.errors import (
 )
 
 CLIENT_GONE: Final = 499
-"""The status, in metrics, of a call whose client has left; nobody is sent it."""
+"""The status, in metrics, of a call whose client has left; it is never sent."""
 
 
 class HttpError(Exception):
-    """A call that is refused before it is a request: its path, its body, its size."""
+    """A refusal of a call before it becomes a request: for its path, its body or its size."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -47,13 +47,13 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one class of errors is told."""
+    """The answer to one class of errors."""
 
     status: int
     kind: str
-    """OpenAI's `type`."""
+    """The value of OpenAI's `type`."""
     may_retry: bool = True
-    """False: clients that would try again by the status are told not to."""
+    """Whether a retry may help; False: clients that retry by the status are told not to."""
 
 
 _KINDS: Mapping[type[Exception], _Kind] = {
@@ -84,11 +84,11 @@ _KINDS: Mapping[type[Exception], _Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """What a client is told of an error."""
+    """The answer to a call that fails."""
 
     status: int
     body: bytes
-    """A JSON object with `error`."""
+    """A JSON object with the member `error`."""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
@@ -105,7 +105,7 @@ STATUSES: Final[Mapping[int, str]] = {
     503: "No worker can serve it now",
     504: "Its deadline has passed or cannot be met",
 }
-"""Of errors that clients are told, but for a method that there is not."""
+"""The descriptions of error statuses, except that of an unknown method."""
 ERROR_SCHEMA: Final[Mapping[str, Any]] = {
     "type": "object",
     "properties": {
@@ -124,11 +124,11 @@ ERROR_SCHEMA: Final[Mapping[str, Any]] = {
     "required": ["error"],
     "additionalProperties": False,
 }
-"""The JSON schema of all of them."""
+"""The JSON schema of all error bodies."""
 
 
 def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
-    """The answer to a call that ends with this error."""
+    """Return the answer to a call that ends with this error."""
     if isinstance(error, HttpError):
         return ErrorAnswer(error.status, _body(str(error), error.kind))
     kind, code, param = _KINDS[type(error)], None, getattr(error, "field", None)
@@ -147,7 +147,7 @@ def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
 
 
 def internal_error() -> ErrorAnswer:
-    """The answer to a call that this router has failed, for a reason that it does not tell."""
+    """Return the answer to a call that this router has failed, without the reason."""
     return ErrorAnswer(500, _body("the router has failed", "server_error"))
 
 

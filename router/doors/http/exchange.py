@@ -26,14 +26,14 @@ _EVENTS: Final = [
 
 
 class ClientGone(Exception):  # noqa: N818
-    """The client has left before its answer was complete."""
+    """An error: the client has left before its answer was complete."""
 
 
 class Bodies:
-    """Bounds the bodies that arrive at the same time.
+    """The bounds of bodies that arrive at the same time.
 
     Args:
-        most_bytes: of one.
+        most_bytes: the most bytes of one body.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -43,12 +43,12 @@ class Bodies:
 
 
 class Exchange:
-    """Takes one call's body and sends its answer.
+    """One call: its body is received, and its answer sent.
 
     Args:
-        scope: of the call, as ASGI has it.
-        receive: of the call.
-        send: of the call.
+        scope: the call's ASGI scope.
+        receive: the call's ASGI receive function.
+        send: the call's ASGI send function.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,33 +56,33 @@ class Exchange:
         self._receive = receive
         self._send = send
         self.status = 0
-        """That was sent; 0: none was."""
+        """The status that was sent; 0: none was."""
         self.id = self._sent_id() or uuid.uuid4().hex
-        """Of the call, for its client's logs: what it sent as x-request-id, or a new one."""
+        """The call's id for its client's logs: the x-request-id that it sent, or a new one."""
         self.body_bytes = 0
-        """Of the body, once it was read."""
+        """The body's size, once it was read."""
 
     def headers(self, name: bytes) -> Sequence[str]:
-        """The values of a header."""
+        """Return the values of a header."""
         return [value.decode("latin-1") for key, value in self._scope["headers"] if key == name]
 
     @property
     def traceparent(self) -> str | None:
-        """What the client has sent of its trace; W3C wants several to be ignored."""
+        """The client's traceparent header; None unless there is exactly one, as W3C demands."""
         sent = self.headers(HEADER.encode())
         return sent[0] if len(sent) == 1 else None
 
     def path_parameter(self, name: str) -> str | None:
-        """A part of the path; None: it has no such part."""
+        """Return a parameter of the path; None: the path has none of this name."""
         value: str | None = self._scope["path_params"].get(name)
         return value
 
     @property
     def deadline(self) -> float | None:
-        """When the client gives up, by its x-request-timeout-ms; None: it does not say.
+        """The time at which the client gives up, from its x-request-timeout-ms; None: never.
 
         Raises:
-            InvalidField: it is no number.
+            InvalidField: the header is not a number.
         """
         sent = self.headers(b"x-request-timeout-ms")
         if not sent:
@@ -93,13 +93,13 @@ class Exchange:
         return time.monotonic() + int(text) / 1000
 
     async def body(self, bodies: Bodies) -> bytes:
-        """The whole body.
+        """Receive the whole body.
 
-        One of up to twice as many bytes is received all the same, so that its client reads why
-        it is refused; of a larger one the rest is not.
+        A body of up to twice the bound is received completely before it is refused, so that its
+        client reads the reason. The rest of a larger one is not received.
 
         Raises:
-            HttpError: it has more bytes, or does not arrive in time.
+            HttpError: the body is too large, or does not arrive in time.
             ClientGone: the client has left.
         """
         length = self.headers(b"content-length")
@@ -130,7 +130,7 @@ class Exchange:
         return bytes(body)
 
     async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work`; cancels it and raises `ClientGone` as soon as the client has left.
+        """Run `work`; cancel it and raise `ClientGone` as soon as the client has left.
 
         The body must have been read.
         """
@@ -153,23 +153,23 @@ class Exchange:
     async def answer(
         self, body: bytes, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = (_JSON,)
     ) -> None:
-        """Sends a whole answer."""
+        """Send a whole answer."""
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body})
 
     async def write_part(self, part: bytes) -> None:
-        """Sends a part of an answer that is no stream; `end` ends it."""
+        """Send a part of an answer that is not a stream; `end` completes it."""
         if not self.status:
             await self._start(200, [_JSON])
         await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def fail(self, error: ErrorAnswer, seconds: float, *, close: bool = False) -> None:
-        """Sends an error, in mid-stream as an event.
+        """Send an error; in mid-stream it is an event.
 
         Args:
-            error: as it is told.
-            seconds: for the client to take it; then its connection is dropped.
-            close: the connection, because more of a body may come than anybody reads.
+            error: the answer that tells the error.
+            seconds: the time that the client has to take it; then its connection is dropped.
+            close: whether to close the connection, because unread parts of the body may follow.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -186,7 +186,7 @@ class Exchange:
         await self.end()
 
     async def write(self, events: bytes) -> None:
-        """Sends events of a stream, which the first of them begins."""
+        """Send events of a stream, which the first of them begins."""
         if not events:
             return
         if not self.status:
@@ -194,13 +194,13 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, last_events: bytes = b"") -> None:
-        """Ends the stream, with its last events."""
+        """End the stream, with its last events."""
         if last_events and not self.status:
             await self._start(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": last_events})
 
     def abort(self) -> None:
-        """Drops the connection, with what its client has not read."""
+        """Drop the connection, with everything that its client has not read."""
         abort: Callable[[], None] = self._scope["extensions"]["kvrelay.abort"]["call"]
         abort()
 

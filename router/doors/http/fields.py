@@ -1,4 +1,4 @@
-"""The members of a JSON object that a client has sent, each taken by its name and type."""
+"""The members of a JSON object from a client, each taken by its name and type."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from kvrelay.router.doors.http.errors import HttpError
 from kvrelay.router.errors import InvalidField
 
 _MAX_ELEMENTS: Final = 1 << 20
-"""Commas and brackets of a body, a colon counting for eight: to parse as many takes some
-60 ms, which stop the event loop."""
+"""The most elements of a body: commas and brackets, while a colon counts as eight.
+
+To parse as many takes some 60 ms, during which the event loop stands still.
+"""
 _COLON_COUNTS: Final = 8
 UINT32: Final = (1 << 32) - 1
 INT32: Final = (1 << 31) - 1
 Schema = Mapping[str, Any]
-"""What a JSON value may be, as a JSON schema says it."""
+"""A JSON schema of a value."""
 TOKEN_IDS: Final[Schema] = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": UINT32},
@@ -29,10 +31,11 @@ _ANY_OBJECT: Final[Schema] = {"type": "object"}
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body is.
+    """Parse a body's JSON object.
 
     Raises:
-        HttpError: it is none, or it has so many parts that to parse them would stop the router.
+        HttpError: it is not a JSON object, or has so many elements that parsing it would hold up
+            the router.
     """
     elements = sum(map(body.count, (b",", b"[", b"{"))) + _COLON_COUNTS * body.count(b":")
     if elements > _MAX_ELEMENTS:
@@ -54,7 +57,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _short_integers() -> Iterator[None]:
-    """No number is parsed that has many digits, since the time goes with their square."""
+    """Refuse numbers of many digits meanwhile, since parsing takes the square of their length."""
     most = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
     try:
@@ -64,14 +67,14 @@ def _short_integers() -> Iterator[None]:
 
 
 class Fields:
-    """Takes members of an object; null counts as absent.
+    """The members of an object, to be taken one by one; null counts as absent.
 
-    Each method returns None for one that is absent, and raises `InvalidField` for one of another
-    type. `finish` refuses what nobody has taken.
+    Each method returns None for an absent member, and raises `InvalidField` for one of another
+    type. `finish` refuses the members that are left.
 
     Args:
-        members: of the object.
-        inside: the name of the member that it is, if it is one of another object.
+        members: the object's members.
+        inside: the object's own name, if it is a member of another object.
     """
 
     def __init__(self, members: dict[str, Any], inside: str = "") -> None:
@@ -79,34 +82,34 @@ class Fields:
         self._inside = f"{inside}." if inside else ""
 
     def has(self, name: str) -> bool:
-        """Whether it is there, and nobody has taken it."""
+        """Return whether the member is there and has not been taken."""
         return name in self._members
 
     def take(self, name: str, shape: Schema = _ANYTHING) -> Any:
-        """Whatever it is.
+        """Take a member of any type.
 
         Args:
-            name: of the member.
-            shape: that the caller requires of it; `router.doors.http.openapi` tells clients.
+            name: the member's name.
+            shape: the schema that the caller requires; `openapi` shows it to clients.
         """
         return self._members.pop(name, None)
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Take a string."""
         value: str | None = self._typed(name, str, "a string")
         return value
 
     def flag(self, name: str) -> bool:
-        """True or false; absent is false."""
+        """Take true or false; absent is false."""
         return bool(self._typed(name, bool, "true or false"))
 
     def optional_flag(self, name: str) -> bool | None:
-        """True or false."""
+        """Take true or false."""
         value: bool | None = self._typed(name, bool, "true or false")
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """A whole number in ``[low, high]``."""
+        """Take a whole number in `[low, high]`."""
         value = _whole(self.take(name))
         if value is None:
             return None
@@ -117,7 +120,7 @@ class Fields:
         return int(value)
 
     def number(self, name: str) -> float | None:
-        """A number."""
+        """Take a number."""
         value = self.take(name)
         if value is None:
             return None
@@ -129,7 +132,7 @@ class Fields:
             raise self.error(name, "is too large") from None
 
     def strings(self, name: str) -> Sequence[str]:
-        """One string, or a list of them; absent is none."""
+        """Take one string, or a list of them; absent is an empty list."""
         value = self.take(name)
         if isinstance(value, str):
             return [value]
@@ -138,39 +141,39 @@ class Fields:
         return value or []
 
     def token_ids(self, name: str) -> Sequence[int]:
-        """A list of token ids; absent is none."""
+        """Take a list of token ids; absent is an empty list."""
         value = self.take(name)
         return [] if value is None else token_ids(self._inside + name, value)
 
     def object(self, name: str) -> Fields | None:
-        """An object's members."""
+        """Take an object, as `Fields` of its members."""
         value = self.members(name)
         return None if value is None else Fields(value, self._inside + name)
 
     def members(self, name: str, shape: Schema = _ANY_OBJECT) -> dict[str, Any] | None:
-        """An object; its shape as in `take`."""
+        """Take an object as a dict; for `shape` see `take`."""
         value: dict[str, Any] | None = self._typed(name, dict, "an object")
         return value
 
     def ignore(self, *names: str) -> None:
-        """Drops members that say nothing to this server, whatever they are."""
+        """Drop members of any type that have no meaning for this server."""
         for name in names:
             self.take(name)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuses a member of which this server serves these values alone."""
+        """Refuse a member unless it has one of these values, which are all that is served."""
         value = self.take(name)
         if value is not None and not any(_same(value, one) for one in allowed):
             served = " or ".join(json.dumps(one) for one in allowed)
             raise self.error(name, f"is not served{f', but for {served}' if served else ''}")
 
     def finish(self) -> None:
-        """Refuses the members that nobody has taken."""
+        """Refuse the members that were not taken."""
         for name in self._members:
             raise self.error(name[:64], "is no field that this server knows")
 
     def error(self, name: str, problem: str) -> InvalidField:
-        """The refusal of one member."""
+        """Return the refusal of one member."""
         return InvalidField(self._inside + name, problem)
 
     def _typed(self, name: str, kind: type, called: str) -> Any:
@@ -181,7 +184,7 @@ class Fields:
 
 
 def token_ids(field: str, value: Any) -> Sequence[int]:
-    """A JSON value as token ids, 4 bytes each; raises `InvalidField` if it is no list of them."""
+    """Convert a JSON list to token ids of 4 bytes; raise `InvalidField` if it is no such list."""
     if isinstance(value, list) and not _all(value, int):
         value = [_whole(one) for one in value]
     if not _all(value, int):
@@ -197,12 +200,12 @@ def _all(value: Any, kind: type) -> bool:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether JSON has one word for both: true and 1 are equal to Python."""
+    """Return whether two values are the same in JSON: true and 1 are equal only in Python."""
     return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
 def _whole(value: Any) -> Any:
-    """A number as JSON has it: 5.0 is the integer 5."""
+    """Return a number as JSON means it: 5.0 is the integer 5."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -211,7 +214,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as messages show it, if it is short."""
+    """Return a value as messages show it: itself if it is short, else its type."""
     text = json.dumps(value) if isinstance(value, str | int | float | bool) else ""
     return text if 0 < len(text) <= 64 else _JSON_TYPES[type(value)]
 

@@ -62,13 +62,13 @@ from kvrelay.v1 import inference_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _PART_OF_A_BODY: Final = frozenset({408, 413})
-"""Statuses of calls of whose bodies a part may not have been read."""
+"""The statuses of calls whose bodies may not have been read completely."""
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What the door serves."""
+    """The parts of the router that the door serves."""
 
     config: RouterConfig
     fleet: Fleet
@@ -80,11 +80,11 @@ class Behind:
     sessions: Sessions
     adoption: SessionAdoption
     tokens: Callable[[], Tokens] | None
-    """None: it asks for no token."""
+    """A function that returns the present tokens; None: no token is required."""
 
 
 def make_app(behind: Behind) -> ASGIApp:
-    """The application of the door."""
+    """Make the application of the door."""
     door = _Door(behind)
     app: ASGIApp = Starlette(
         routes=[one.route(behind) for one in _paths(door)],
@@ -99,22 +99,22 @@ def make_app(behind: Behind) -> ASGIApp:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A path of the door, and what serves it."""
+    """A path of the door, and its handler."""
 
     path: str
     method: str
-    """GET stands for HEAD, too, but for a stream."""
+    """The method; GET includes HEAD, except for a stream."""
     handler: Callable[..., Awaitable[None]]
     right: Right | None = None
-    """That the caller must have; None: a token is enough."""
+    """The right that the caller must have; None: a token is enough."""
     answers: Sequence[str] = (openapi.JSON,)
-    """Media types; none: there is nothing but a status."""
+    """The media types of good answers; empty: an answer is only a status."""
     open: bool = False
-    """To anybody: the handler is not told who calls."""
+    """Whether anybody may call it; its handler is then not told who calls."""
     link: openapi.OperationLink | None = None
 
     def route(self, behind: Behind) -> Route:
-        """As Starlette finds it."""
+        """Return the path as a route of Starlette."""
         handler: Any = _Open(self.handler)
         if not self.open:
             handler = _Endpoint(self.path, self.handler, behind, self.right)
@@ -125,7 +125,7 @@ class _Path:
         return made
 
     def operation(self, bodies: Mapping[str, Mapping[str, Any]]) -> openapi.Operation:
-        """As the OpenAPI document tells of it."""
+        """Return the path as an operation of the OpenAPI document."""
         path = self.path.replace(":path}", "}")
         about = openapi.about(self.handler)
         body = bodies.get(self.path) if self.method == "POST" else None
@@ -135,7 +135,7 @@ class _Path:
 
 
 def _paths(door: _Door) -> Sequence[_Path]:
-    """All of them."""
+    """Return all paths of the door."""
     either, text = (openapi.JSON, openapi.EVENTS), ("text/plain",)
     opened = openapi.OperationLink("/v1/sessions/{session}", "DELETE", "session", "/id")
     listed = openapi.OperationLink("/v1/models/{model}", "GET", "model", "/data/0/id")
@@ -162,13 +162,13 @@ def _paths(door: _Door) -> Sequence[_Path]:
 
 
 class _Endpoint:
-    """Calls a handler with who calls, and tells of its errors.
+    """A handler as an ASGI application: it identifies the caller, and answers errors.
 
     Args:
-        path: as metrics call it.
-        handler: of the path.
+        path: the path's name in metrics.
+        handler: the path's handler.
         behind: what the door serves.
-        right: what the caller must have; None: a token is enough.
+        right: the right that the caller must have; None: a token is enough.
     """
 
     def __init__(self, path: str, handler: Handler, behind: Behind, right: Right | None) -> None:
@@ -189,7 +189,7 @@ class _Endpoint:
             self._metrics.count(HTTP_RESPONSES, path=self._path, status=str(status))
 
     async def _handle(self, exchange: Exchange) -> ErrorAnswer | None:
-        """Answers; returns the error that the client was told, in mid-stream or before."""
+        """Answer the call; return the error that the client was told, in mid-stream or before."""
         close = False
         try:
             await self._handler(exchange, self._caller(exchange))
@@ -217,7 +217,7 @@ class _Endpoint:
 
 
 class _Open:
-    """Calls a handler for anybody."""
+    """A handler as an ASGI application for anybody."""
 
     def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
         self._handler = handler
@@ -227,7 +227,7 @@ class _Open:
 
 
 class _Door:
-    """The handlers."""
+    """The handlers of all paths."""
 
     def __init__(self, behind: Behind) -> None:
         self._behind = behind
@@ -351,7 +351,7 @@ class _Door:
         return parse_body(await exchange.body(self._bodies))
 
     def _model(self) -> dict[str, Any]:
-        """As OpenAI describes a model, with what vLLM adds."""
+        """Return OpenAI's description of a model, with vLLM's additions."""
         config = self._behind.config
         try:
             max_model_len = self._behind.fleet.limits().max_model_len
@@ -373,7 +373,7 @@ async def _send(exchange: Exchange, answer: dict[str, Any]) -> None:
 
 
 def _session_list(states: Sequence[pb.SessionState]) -> bytes:
-    """The oldest first."""
+    """Return the list of sessions as JSON, the oldest first."""
     sessions = [
         MessageToDict(
             state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -385,7 +385,7 @@ def _session_list(states: Sequence[pb.SessionState]) -> bytes:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """A path or a method that there is not."""
+    """Answer a call of a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:128]} is not served"
     told = answer_to(HttpError(error.status_code, "invalid_request_error", what))

@@ -20,41 +20,44 @@ from kvrelay.net.tls import TlsFiles, server_context
 
 _log = logging.getLogger(__name__)
 MOST_CONNECTIONS: Final = 4096
-"""One more ends the oldest handshake or the oldest without a call: of whichever there are more."""
+"""The most connections of a listener.
+
+One more ends the oldest handshake or the oldest idle connection, from the larger group.
+"""
 HEAD_SECONDS: Final = 10.0
-"""For a request's head to arrive, and for a TLS handshake."""
+"""The time in which a request's head must arrive, and a TLS handshake must end."""
 IDLE_SECONDS: Final = 60.0
-"""Between two calls on a connection."""
+"""The time that a connection may idle between two calls."""
 _MOST_HEAD_BYTES: Final = 64 << 10
 _MOST_PIPELINED: Final = 8
-"""Calls that a client sends before the one before them is answered."""
+"""The most calls that a client may send before the previous one is answered."""
 _FRAMING: Final = 4
-"""Bytes that a body may have on the wire for each of its own: chunks have sizes."""
+"""The bytes on the wire that a body may have for each of its own, as chunks have sizes."""
 _WAITING: Final = 1024
-"""To be accepted."""
+"""The most connections that wait to be accepted."""
 _PAUSE_SECONDS: Final = 0.5
-"""Until the next try to accept, where the process has no file left."""
+"""The pause before the next attempt to accept, when the process has no file left."""
 
 
 @dataclass(frozen=True)
 class ConnectionBounds:
-    """What a listener's connections may take."""
+    """The bounds of a listener's connections."""
 
     most_body_bytes: int
-    """Of a call that is read at all."""
+    """The most bytes of a body that is read at all."""
     flush_seconds: float
-    """For a client to take something of an answer that waits for it."""
+    """The time in which a client must take a part of the answer that waits for it."""
     idle: dict[_Connection, None] = field(default_factory=dict)
-    """Connections without a call, the longest idle first."""
+    """The connections without a call, the longest idle first."""
 
 
 class _Connection(HttpToolsProtocol):
-    """Ends what is too slow, too large or too much; lets a call drop its connection.
+    """A connection that is ended if it is too slow or too large; a call can drop it.
 
     Args:
-        config: uvicorn's.
-        state: uvicorn's, of the listener.
-        bounds: of all connections of the listener.
+        config: uvicorn's configuration.
+        state: uvicorn's state of the listener.
+        bounds: the bounds of all connections of the listener.
     """
 
     def __init__(self, config: Config, state: ServerState, bounds: ConnectionBounds) -> None:
@@ -132,7 +135,7 @@ class _Connection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def _await_flush(self) -> None:
-        """Looks, as long as bytes of an answer are left, whether the client takes some."""
+        """Check, as long as bytes of an answer are unsent, that the client takes some."""
         self._unsent_bytes = self.transport.get_write_buffer_size()
         self._flush_timer = None
         if self._unsent_bytes:
@@ -146,11 +149,11 @@ class _Connection(HttpToolsProtocol):
 
 
 class _UntilClosed:
-    """An application that answers a client which knows no chunks: it reads until the end.
+    """An application for clients that know no chunks: its answer ends with the connection.
 
     Args:
-        cycle: of the call.
-        app: answers it.
+        cycle: uvicorn's cycle of the call.
+        app: the application that answers the call.
     """
 
     def __init__(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -174,14 +177,14 @@ class _UntilClosed:
 
 
 class HttpListener:
-    """Serves an application.
+    """A listener that serves an application.
 
     Args:
-        app: serves each call.
+        app: the application that serves each call.
         host: the address to listen on.
-        port: 0: any free one.
-        files: for TLS; None: plain text.
-        bounds: of its connections.
+        port: the port; 0: any free one.
+        files: the files for TLS; None: plain text.
+        bounds: the bounds of its connections.
 
     Raises:
         OSError: the port is in use, or a file cannot be read.
@@ -193,7 +196,7 @@ class HttpListener:
         self._tls = None if files is None else server_context(files)
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
-        """The real one."""
+        """The real port."""
         self._bounds = bounds
         self._state = ServerState()
         self._config = Config(
@@ -210,20 +213,20 @@ class HttpListener:
         self._config.load()
         self._accepting: asyncio.Task[None] | None = None
         self._beginning: dict[asyncio.Task[None], None] = {}
-        """Connections in their handshake, the oldest first."""
+        """The connections in their handshake, the oldest first."""
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open, those in their handshake, too."""
+        """The number of open connections, with those in their handshake."""
         return len(self._state.connections) + len(self._beginning)
 
     async def start(self) -> None:
-        """Takes connections from now on."""
+        """Begin to accept connections."""
         self._socket.listen(_WAITING)
         self._accepting = asyncio.create_task(self._accept())
 
     async def _accept(self) -> None:
-        """Takes connections until it is cancelled."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -243,7 +246,7 @@ class HttpListener:
             await asyncio.sleep(0)  # calls come between two of many that are waiting
 
     def _make_room(self) -> bool:
-        """Ends one connection; returns whether there was one without a call."""
+        """End one connection without a call; return whether there was one."""
         # Handshakes that many begin at once must not end each other while others idle.
         if self._tls is not None and len(self._beginning) > len(self._bounds.idle):
             oldest = next(iter(self._beginning))
@@ -258,7 +261,7 @@ class HttpListener:
         return True
 
     async def _begin(self, accepted: socket.socket) -> None:
-        """Makes a connection of a socket, after its handshake if there is TLS."""
+        """Make a connection of a socket, after its handshake if there is TLS."""
         seconds = None if self._tls is None else HEAD_SECONDS
         with contextlib.suppress(OSError):  # it has failed, or took too long
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -273,7 +276,7 @@ class HttpListener:
         self._beginning.pop(beginning, None)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no more connections, lets calls end for so long, then drops what is open."""
+        """Stop accepting, let calls end for `grace_seconds`, then drop all connections."""
         if self._accepting is not None:
             await _cancelled([self._accepting])
         self._socket.close()

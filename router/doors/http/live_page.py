@@ -1,4 +1,4 @@
-"""The live page: one file of HTML, and the stream of what it shows."""
+"""The live page: one file of HTML, and the stream of events that it shows."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from kvrelay.router.server_info import ServerInfo
 from kvrelay.v1 import inference_pb2 as pb
 
 _SECONDS: Final = 0.25
-"""Between two looks at the requests; what is new of them is sent."""
+"""The time between two looks at the requests; changes are sent."""
 _LOOKS: Final = 4
-"""From one event with all else to the next."""
+"""The looks at the requests from one event about the cluster to the next."""
 MOST_VIEWERS: Final = 16
-"""At a time; each costs the router some milliseconds a second."""
+"""The most viewers at a time; each costs the router some milliseconds a second."""
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class LivePage:
-    """Serves the page and its stream.
+    """The live page and its stream.
 
     Args:
         model: the served model's name.
-        info: what the stream tells.
-        walks: says how far requests have come.
-        ends: says whether the router is stopping.
-        read_timeout: seconds for a viewer to take an event; then its connection is dropped.
+        info: the source of the events about the cluster.
+        walks: tells how far requests have come.
+        ends: tells whether the router is stopping.
+        read_timeout: the seconds in which a viewer must take an event; then its connection is
+            dropped.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class LivePage:
         ]
 
     async def page(self, exchange: Exchange) -> None:
-        """Sends the page, which tells nothing of the cluster."""
+        """Send the page, which contains nothing about the cluster."""
         await exchange.answer(self._page, headers=self._headers)
 
     async def stream(self, exchange: Exchange, caller: Caller) -> None:
-        """Sends what the cluster is like, each second, and what its requests do, more often.
+        """Send the state of the cluster each second, and that of its requests more often.
 
-        Until the client has left. Raises HttpError if too many look on.
+        It ends when the client has left. Raises HttpError if there are too many viewers.
         """
         if self._walks.viewers >= MOST_VIEWERS:
             raise HttpError(429, "rate_limit_error", f"{MOST_VIEWERS} others look at the live page")
@@ -95,7 +96,7 @@ class LivePage:
         await exchange.end()
 
     async def _write(self, exchange: Exchange, event: bytes) -> None:
-        """Sends an event; a viewer that takes nothing would keep others from looking on."""
+        """Send an event; drop a viewer that takes nothing, as it keeps others from watching."""
         try:
             async with asyncio.timeout(self._read_timeout):
                 await exchange.write(event)
@@ -111,7 +112,7 @@ class LivePage:
 
 
 def _policy(page: str) -> str:
-    """Allows the page its own script, its own style and calls of its own server: no more."""
+    """Return a policy that allows the page only its own script, style and server."""
     hashes = {kind: _hash(text) for kind, text in _INLINE.findall(page)}
     return (
         f"default-src 'none'; script-src '{hashes['script']}'; style-src '{hashes['style']}'; "

@@ -1,7 +1,7 @@
-"""Log-probabilities as the two endpoints show them, written token by token.
+"""The log-probabilities in the forms of the two endpoints, written token by token.
 
-The chosen token is always among the alternatives, with the very number that it has beside them:
-lm-eval compares the two for equality.
+The chosen token is always among the alternatives, with exactly its own log-probability: lm-eval
+compares the two for equality.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from kvrelay.text.token_texts import TokenTexts
 from kvrelay.wire.output import SampledToken, TokenLogprob
 
 _LEAST: Final = -9999.0
-"""In place of minus infinity, which is no JSON."""
+"""The value shown for minus infinity, which JSON does not have."""
 _BYTES_OF_A_TOKEN: Final = 16
-"""Beside its name and numbers, in the four lists: an offset and commas."""
+"""The bytes of a token in the four lists beside its name and numbers: an offset and commas."""
 _Written = tuple[str, int, str, str]
 """A token's name in JSON, its characters, its log-probability and its alternatives."""
 
 
 class TokenNames:
-    """What tokens are called in an answer.
+    """The names of tokens in an answer.
 
     Args:
-        texts: of tokens.
-        as_ids: they are called ``token_id:7``, so that no two have one name.
+        texts: the texts of tokens.
+        as_ids: whether names are ``token_id:7``, so that no two tokens share one.
     """
 
     def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
@@ -35,36 +35,36 @@ class TokenNames:
         self._as_ids = as_ids
 
     def of(self, token_id: int) -> str:
-        """The token's name."""
+        """Return the token's name."""
         return f"token_id:{token_id}" if self._as_ids else self._texts.text_of(token_id)
 
     def bytes_of(self, token_id: int) -> str:
-        """The token's bytes, as a JSON list."""
+        """Return the token's bytes, as a JSON list."""
         return json.dumps(list(self._texts.bytes_of(token_id)))
 
 
 class LogprobsWriter(Protocol):
-    """Writes the `logprobs` of one choice."""
+    """A writer of the `logprobs` of one choice."""
 
     def add_first(self, token_id: int) -> None:
-        """Takes the first token of a prompt that is echoed, which has no probability."""
+        """Take the first token of an echoed prompt, which has no probability."""
 
     def write(self, tokens: Sequence[SampledToken]) -> Sequence[Any]:
-        """Writes tokens, for this choice or others of the same call to `add`."""
+        """Write tokens in the form that `add` of this choice, or others of the call, takes."""
 
     def add(self, written: Sequence[Any]) -> int:
-        """Takes the next tokens as they were written; returns their bytes in the answer, about."""
+        """Take the next tokens, as written; return their approximate bytes in the answer."""
 
     def take(self) -> str:
-        """The JSON of what was added since it was last taken."""
+        """Return the JSON of the tokens that were added since the last call."""
 
 
 class CompletionLogprobs:
-    """Those of /v1/completions: four lists.
+    """The log-probabilities of /v1/completions: four lists.
 
     Args:
-        names: of tokens.
-        alternatives: shown of each position.
+        names: the names of tokens.
+        alternatives: the number of alternatives that each position shows.
     """
 
     def __init__(self, names: TokenNames, alternatives: int) -> None:
@@ -80,16 +80,16 @@ class CompletionLogprobs:
         self._offsets: list[str] = []
 
     def add_first(self, token_id: int) -> None:
-        """Takes the first token of a prompt that is echoed, which has no probability."""
+        """Take the first token of an echoed prompt, which has no probability."""
         name = self._names.of(token_id)
         self.add([(quoted(name), len(name), "null", "null")])
 
     def write(self, tokens: Sequence[SampledToken]) -> Sequence[_Written]:
-        """Writes tokens, for this choice or others of the same call to `add`."""
+        """Write tokens in the form that `add` of this choice, or others of the call, takes."""
         return [self._write(token, _number(token.logprob)) for token in tokens]
 
     def add(self, written: Sequence[_Written]) -> int:
-        """Takes the next tokens as they were written; returns their bytes in the answer, about."""
+        """Take the next tokens, as written; return their approximate bytes in the answer."""
         num_bytes = 0
         for name, num_characters, logprob, top in written:
             self._tokens.append(name)
@@ -101,7 +101,7 @@ class CompletionLogprobs:
         return num_bytes
 
     def take(self) -> str:
-        """The JSON of what was added since it was last taken."""
+        """Return the JSON of the tokens that were added since the last call."""
         lists = [
             ('"tokens"', self._tokens),
             ('"token_logprobs"', self._logprobs),
@@ -126,11 +126,11 @@ class CompletionLogprobs:
 
 
 class ChatLogprobs:
-    """Those of /v1/chat/completions: an object for each token.
+    """The log-probabilities of /v1/chat/completions: an object for each token.
 
     Args:
-        names: of tokens.
-        alternatives: shown of each position.
+        names: the names of tokens.
+        alternatives: the number of alternatives that each position shows.
     """
 
     def __init__(self, names: TokenNames, alternatives: int) -> None:
@@ -139,19 +139,19 @@ class ChatLogprobs:
         self._content: list[str] = []
 
     def add_first(self, token_id: int) -> None:
-        """Nothing: no conversation is echoed."""
+        """Do nothing: no conversation is echoed."""
 
     def write(self, tokens: Sequence[SampledToken]) -> Sequence[str]:
-        """Writes tokens, for this choice or others of the same call to `add`."""
+        """Write tokens in the form that `add` of this choice, or others of the call, takes."""
         return [self._write(token) for token in tokens]
 
     def add(self, written: Sequence[str]) -> int:
-        """Takes the next tokens as they were written; returns their bytes in the answer."""
+        """Take the next tokens, as written; return their bytes in the answer."""
         self._content += written
         return sum(map(len, written))
 
     def take(self) -> str:
-        """The JSON of what was added since it was last taken."""
+        """Return the JSON of the tokens that were added since the last call."""
         written = f'{{"content":[{",".join(self._content)}]}}'
         self._content.clear()
         return written
@@ -162,17 +162,17 @@ class ChatLogprobs:
         return f'{self._one(token.token_id, token.logprob)},"top_logprobs":[{top}]}}'
 
     def _one(self, token_id: int, logprob: float | None) -> str:
-        """An object, which is not closed."""
+        """Return an object that is not closed yet."""
         name, octets = quoted(self._names.of(token_id)), self._names.bytes_of(token_id)
         return f'{{"token":{name},"logprob":{_number(logprob)},"bytes":{octets}'
 
 
 class PromptLogprobs:
-    """vLLM's `prompt_logprobs`: an object by token id for each position of a prompt.
+    """The writer of vLLM's `prompt_logprobs`: for each position an object by token id.
 
     Args:
-        names: of tokens.
-        alternatives: shown of each position.
+        names: the names of tokens.
+        alternatives: the number of alternatives that each position shows.
     """
 
     def __init__(self, names: TokenNames, alternatives: int) -> None:
@@ -181,13 +181,13 @@ class PromptLogprobs:
         self._positions = ["null"]  # the first token has no probability
 
     def add(self, tokens: Sequence[SampledToken]) -> int:
-        """Takes the next tokens of the prompt; returns their bytes in the answer."""
+        """Take the next tokens of the prompt; return their bytes in the answer."""
         positions = [self._position(token) for token in tokens]
         self._positions += positions
         return sum(map(len, positions))
 
     def take(self) -> str:
-        """The JSON of all positions."""
+        """Return the JSON of all positions."""
         return f"[{','.join(self._positions)}]"
 
     def _position(self, token: SampledToken) -> str:
@@ -203,7 +203,7 @@ class PromptLogprobs:
 
 
 def _object(members: Sequence[tuple[str, str]]) -> str:
-    """A JSON object of names and values that are JSON already."""
+    """Return a JSON object of names and values that are JSON already."""
     return "{" + ",".join([f"{name}:{value}" for name, value in members]) + "}"
 
 

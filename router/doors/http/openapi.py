@@ -1,7 +1,7 @@
 """The OpenAPI document of the HTTP door, made by the code that reads the bodies.
 
 The readers of bodies are run on examples that lead through each of their branches, with `Described`
-in place of `Fields`: it writes down which members they take, and what these may be.
+in place of `Fields`. It records which members they take, with the schemas of these.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _FORMS: Final[Sequence[Mapping[str, Any]]] = (
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
     {"structured_outputs": {"json": {}}},
 )
-"""Members with members of their own."""
+"""The examples' members that have members of their own."""
 _TOOL_CALLS: Final[Mapping[str, Any]] = {"tools": [_TOOL], "tool_choice": "required"}
 
 
 @dataclass
 class Members:
-    """The members of an object, as they were taken."""
+    """The members of an object that a reader has taken, with their schemas."""
 
     shapes: dict[str, Schema | Members] = field(default_factory=dict)
     open: bool = True
-    """It may have others, too."""
+    """Whether it may have other members as well."""
 
     def schema(self, required: Sequence[str] = ()) -> dict[str, Any]:
-        """The object's JSON schema; null stands for an absent member, unless it is required."""
+        """Return the object's JSON schema; null stands for an absent, optional member."""
         properties = {
             name: shape if name in required else _or_null(shape)
             for name, shape in (
@@ -68,12 +68,12 @@ class Members:
 
 
 class Described(Fields):
-    """Writes down what is taken of an example.
+    """The fields of an example body, which record what a reader takes.
 
     Args:
-        example: of a body.
-        described: what was taken of examples before it, where this one's is added.
-        inside: as in `Fields`.
+        example: an example of a body.
+        described: the record of the members taken, shared by all examples of a body.
+        inside: the object's own name, as in `Fields`.
     """
 
     def __init__(self, example: dict[str, Any], described: Members, inside: str = "") -> None:
@@ -81,65 +81,65 @@ class Described(Fields):
         self._described = described
 
     def take(self, name: str, shape: Schema = {}) -> Any:  # noqa: B006
-        """Whatever it is."""
+        """Record and take a member of any type."""
         self._described.shapes.setdefault(name, shape)
         return super().take(name)
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Record and take a string."""
         self._is(name, {"type": "string"})
         return super().text(name)
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Record and take true or false."""
         self._is(name, {"type": "boolean"})
         return super().flag(name)
 
     def optional_flag(self, name: str) -> bool | None:
-        """True or false."""
+        """Record and take true or false."""
         self._is(name, {"type": "boolean"})
         return super().optional_flag(name)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """A whole number."""
+        """Record and take a whole number."""
         self._is(name, {"type": "integer", "minimum": low, "maximum": high})
         return super().integer(name, low, high)
 
     def number(self, name: str) -> float | None:
-        """A number."""
+        """Record and take a number."""
         self._is(name, {"type": "number"})
         return super().number(name)
 
     def strings(self, name: str) -> Sequence[str]:
-        """One string, or a list of them."""
+        """Record and take one string, or a list of them."""
         text = {"type": "string"}
         self._is(name, {"anyOf": [text, {"type": "array", "items": text}]})
         return super().strings(name)
 
     def token_ids(self, name: str) -> Sequence[int]:
-        """A list of token ids."""
+        """Record and take a list of token ids."""
         self._is(name, TOKEN_IDS)
         return super().token_ids(name)
 
     def object(self, name: str) -> Fields | None:
-        """An object's members."""
+        """Record and take an object, as `Described` of its members."""
         inner = self._described.shapes.setdefault(name, Members())
         assert isinstance(inner, Members), name
         value = super().members(name)
         return None if value is None else Described(value, inner, self._inside + name)
 
     def members(self, name: str, shape: Schema = {"type": "object"}) -> dict[str, Any] | None:  # noqa: B006
-        """An object."""
+        """Record and take an object as a dict."""
         self._is(name, shape)
         return super().members(name)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """One of these values."""
+        """Record the values that are served, and refuse others."""
         self._is(name, {"enum": list(allowed)})
         super().only(name, *allowed)
 
     def finish(self) -> None:
-        """No others."""
+        """Record that there are no other members."""
         self._described.open = False
         super().finish()
 
@@ -149,14 +149,14 @@ class Described(Fields):
 
 @dataclass(frozen=True)
 class OperationLink:
-    """A good answer has what a parameter of another operation may be."""
+    """A link from a good answer to another operation: a member is a value for its parameter."""
 
     path: str
-    """Of the other operation, with its parameters in braces."""
+    """The path of the other operation, with its parameters in braces."""
     method: str
     parameter: str
     member: str
-    """Of the answer, as a JSON pointer."""
+    """The member of the answer, as a JSON pointer."""
 
 
 @dataclass(frozen=True)
@@ -164,20 +164,20 @@ class Operation:
     """One path with one method."""
 
     path: str
-    """With its parameters in braces."""
+    """The path, with its parameters in braces."""
     method: str
     about: str
     needs_token: bool
     answers: Sequence[str]
-    """Media types of good answers; none: they are empty."""
+    """The media types of good answers; empty: the answers are empty."""
     body: Mapping[str, Any] | None = None
     """The JSON schema of its body; None: it has none."""
     link: OperationLink | None = None
-    """To what may be called next."""
+    """A link to an operation that may be called next."""
 
 
 def bodies(texts: Texts) -> Mapping[str, Mapping[str, Any]]:
-    """The JSON schema of the body of each path that takes one."""
+    """Return the JSON schema of the body of each path that takes one."""
     template = ChatTemplate("", {})
 
     def tokenize(fields: Fields) -> None:
@@ -201,7 +201,7 @@ def bodies(texts: Texts) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _schema(read: Callable[[Fields], Any], examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The schema of what `read` takes; the examples lead it through all its branches."""
+    """Return the schema of the members that `read` takes; examples cover all its branches."""
     described = Members()
     for example in examples:
         read(Described(example, described))
@@ -211,7 +211,7 @@ def _schema(read: Callable[[Fields], Any], examples: Sequence[dict[str, Any]]) -
 def _required(
     read: Callable[[Fields], Any], examples: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """The members that no example can do without."""
+    """Yield the members without which no example is accepted."""
     for name in set(examples[0]).intersection(*examples[1:]):
         with contextlib.suppress(InvalidField):
             read(Fields({key: value for key, value in examples[0].items() if key != name}))
@@ -220,11 +220,11 @@ def _required(
 
 
 def document(operations: Sequence[Operation], *, has_tokens: bool) -> dict[str, Any]:
-    """The whole document.
+    """Return the whole document.
 
     Args:
-        operations: of the door.
-        has_tokens: callers must show one.
+        operations: the door's operations.
+        has_tokens: whether callers must show a token.
     """
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
@@ -278,7 +278,7 @@ def _of_media(media: str) -> Mapping[str, Any]:
 
 
 def _or_null(shape: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The shape, or null."""
+    """Return a schema of the shape or null."""
     if not shape:
         return shape
     if "enum" in shape:
@@ -287,6 +287,6 @@ def _or_null(shape: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def about(handler: Callable[..., Any]) -> str:
-    """What a handler's docstring says that it does."""
+    """Return a handler's description, from the first line of its docstring after the path."""
     said = (inspect.getdoc(handler) or "").partition("\n")[0].partition(": ")[2]
     return said[:1].upper() + said[1:]

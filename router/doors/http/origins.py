@@ -1,8 +1,8 @@
-"""Which web pages may call the door: none, but those of origins that the operator names.
+"""The web pages that may call the door: none, except those of origins that the operator names.
 
-A browser sends a page's calls without asking anybody, and only keeps the answers from the page. So
-a call that says that it comes from another page is refused: else any page that somebody looks at
-could have this machine compute.
+A browser sends a page's calls to any server, and only withholds the answers from the page. So a
+call whose headers name another page's origin is refused. Otherwise any page that a user visits
+could make this machine compute.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvrelay.router.doors.http.errors import HttpError, answer_to
 
 
 def with_hosts(app: ASGIApp, named: str) -> ASGIApp:
-    """The application, closed to pages whose host name was made to point at this machine.
+    """Close the application to pages whose host name was made to point at this machine.
 
-    To the browser, such a page's calls go to its own origin. But their host is a name, where this
-    machine is called by its address or localhost.
+    To the browser, such a page's calls go to the page's own origin (DNS rebinding). But their Host
+    header has a name, while honest calls have this machine's address or localhost.
 
     Args:
-        app: the door's.
-        named: origins as in `with_origins`, whose hosts are this machine's, too.
+        app: the door's application.
+        named: origins as in `with_origins`, whose hosts also count as this machine's.
     """
     origins = [one.strip() for one in named.split(",")]
     if "*" in origins:
@@ -35,10 +35,10 @@ def with_hosts(app: ASGIApp, named: str) -> ASGIApp:
 
 
 def with_origins(app: ASGIApp, named: str) -> ASGIApp:
-    """The application, open to pages of these origins and of its own.
+    """Open the application to pages of these origins and of its own.
 
     Args:
-        app: the door's.
+        app: the door's application.
         named: origins such as ``https://chat.example``, separated by commas; ``*``: all.
     """
     origins = [one.strip() for one in named.split(",") if one.strip()]
@@ -54,7 +54,7 @@ def with_origins(app: ASGIApp, named: str) -> ASGIApp:
 
 
 class _OwnHosts:
-    """Refuses calls to hosts that are neither addresses nor localhost nor named."""
+    """An application that refuses calls to hosts other than addresses, localhost and named ones."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
         self._app = app
@@ -69,7 +69,7 @@ class _OwnHosts:
 
 
 class _OwnPages:
-    """Refuses calls of pages that are neither the application's own nor of a named origin."""
+    """An application that refuses calls of pages other than its own and those of named origins."""
 
     def __init__(self, app: ASGIApp, origins: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -93,7 +93,7 @@ async def _refuse(send: Send, why: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches the host."""
+    """Return whether only this machine reaches the host."""
     return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
 
 
@@ -105,7 +105,7 @@ def _is_address(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """A host without its port; what is none stays as it is."""
+    """Return a host without its port; text that is no host stays as it is."""
     with contextlib.suppress(ValueError):
         return urlsplit(f"//{host}").hostname or host
     return host

@@ -1,4 +1,4 @@
-"""What an output must be, as OpenAI's and vLLM's clients say it."""
+"""The structured output that a request asks for, in OpenAI's and vLLM's forms."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvrelay.v1 import inference_pb2
 
 ANY_OBJECT: Final = '{"type": "object"}'
 _SCHEMA: Final[Schema] = {"type": ["object", "boolean", "string"]}
-"""A JSON schema, or a text of one."""
+"""The schema of a JSON schema, or of a text that is one."""
 _KIND: Final[Schema] = {"enum": ["text", "json_object", "json_schema"]}
 Wanted = tuple[str, inference_pb2.StructuredOutput]
-"""The member that says what is wanted, and that."""
+"""The name of the member that asks for a structure, and that structure."""
 
 
 def read_structured(fields: Fields, params: inference_pb2.SamplingParams) -> Mapping[str, str]:
-    """Takes `response_format`, `structured_outputs` and `guided_…`, of which one may be given.
+    """Read `response_format`, `structured_outputs` and `guided_…`, of which one may be given.
 
     Returns:
-        What the body calls the fields that `params` has now.
+        the body's names of the fields that are set in `params`.
     """
     given = [*_response_format(fields), *_structured_outputs(fields), *_guided(fields)]
     if not given:
@@ -79,7 +79,7 @@ def _guided(fields: Fields) -> list[Wanted]:
 
 
 def _forms(fields: Fields, inside: str, prefix: str = "") -> list[Wanted]:
-    """The forms of vLLM that are given, whose names begin with the prefix."""
+    """Read vLLM's forms whose names begin with the prefix."""
     wanted = []
     schema = fields.take(f"{prefix}json", _SCHEMA)
     if schema is not None:
@@ -97,7 +97,7 @@ def _forms(fields: Fields, inside: str, prefix: str = "") -> list[Wanted]:
 
 
 def _of_schema(name: str, schema: Any) -> Wanted:
-    """A schema that came as an object, or as a text of one."""
+    """Convert a schema that came as an object, or as a text of one."""
     if isinstance(schema, dict | bool):
         schema = json.dumps(schema, ensure_ascii=False)
     if not isinstance(schema, str):

@@ -1,7 +1,7 @@
 """Sampling parameters as OpenAI's and vLLM's clients call them, in the router's own message.
 
-What a value may be is checked where it is for every door: `router.admission.sampling_params`. Here
-is only what JSON allows and the message cannot hold.
+The legal values are checked for every door in `router.admission.sampling_params`. Here only values
+are refused that JSON allows and the message cannot hold.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _BIASES: Final[Schema] = {
     "propertyNames": {"pattern": "^[0-9]+$"},
     "additionalProperties": {"type": ["number", "null"]},
 }
-"""Of token ids."""
+"""The schema of biases by token id."""
 
 
 def read_sampling(fields: Fields, *max_tokens_names: str) -> inference_pb2.SamplingParams:
-    """Takes all of them but those of log-probabilities.
+    """Read all sampling parameters except those of log-probabilities.
 
     Args:
-        fields: of the request.
-        max_tokens_names: what `max_tokens` is called; the first that is given counts.
+        fields: the request's fields.
+        max_tokens_names: the names of `max_tokens`; the first one present counts.
     """
     params = inference_pb2.SamplingParams()
     for name in _NUMBERS:

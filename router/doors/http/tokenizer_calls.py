@@ -1,4 +1,4 @@
-"""Serves /tokenize, /detokenize and /tokenizer_info, in vLLM's form."""
+"""The handling of /tokenize, /detokenize and /tokenizer_info, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Answer = dict[str, Any]
 
 
 class Tokenizing:
-    """Answers calls; each raises `RequestError` for one that it refuses.
+    """The handler of tokenizer calls; each raises `RequestError` for a call that it refuses.
 
     Args:
-        config: the router's.
+        config: the router's configuration.
         fleet: the workers, which know the vocabulary.
         texts: the tokenizer.
-        template: of conversations; None: there is none.
+        template: the chat template; None: there is none.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Tokenizing:
         self._special_tokens = special_tokens_of(config.model_path)
 
     async def tokenize(self, body: dict[str, Any], body_bytes: int) -> Answer:
-        """Token ids of a text, or of a conversation; of a body of so many bytes."""
+        """Return the token ids of a text or a conversation."""
         ask = read_tokenize(Fields(body), body_bytes, self._texts, self._template)
         self._check_model(ask.model)
         limits = self._fleet.limits()
@@ -59,7 +59,7 @@ class Tokenizing:
         }
 
     async def detokenize(self, body: dict[str, Any]) -> Answer:
-        """The text of token ids."""
+        """Return the text of token ids."""
         model, ids, skip = read_detokenize(Fields(body))
         self._check_model(model)
         check_token_ids("tokens", ids, self._fleet.limits().vocab_size)
@@ -71,7 +71,7 @@ class Tokenizing:
         return {"prompt": text}
 
     def info(self) -> Answer:
-        """What a client must know to make prompts itself."""
+        """Return the facts that a client needs to make prompts itself."""
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "chat_template": None if self._template is None else self._template.source,
@@ -86,21 +86,21 @@ class Tokenizing:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeCall:
-    """What a body of /tokenize asks for."""
+    """The call in a body of /tokenize."""
 
     model: str
-    """Empty: any."""
+    """The model's name; empty: any."""
     what: str | ChatPrompt
     add_special_tokens: bool
-    """Of a text."""
+    """Whether to add special tokens to a text."""
     with_texts: bool
-    """The answer has the tokens' texts, too."""
+    """Whether the answer also has the tokens' texts."""
 
 
 def read_tokenize(
     fields: Fields, body_bytes: int, texts: Texts, template: ChatTemplate | None
 ) -> TokenizeCall:
-    """The call that a body of /tokenize is; raises `InvalidField`."""
+    """Read the call in a body of /tokenize; raise `InvalidField`."""
     model, with_texts = fields.text("model") or "", fields.flag("return_token_strs")
     if fields.has("messages"):
         tools = read_tool_list(fields)
@@ -116,7 +116,7 @@ def read_tokenize(
 
 
 def read_detokenize(fields: Fields) -> tuple[str, Sequence[int], bool]:
-    """The model, the token ids, and whether special tokens are left out."""
+    """Read the model, the token ids, and whether special tokens are left out."""
     model = fields.text("model") or ""
     ids, skip = fields.token_ids("tokens"), fields.flag("skip_special_tokens")
     fields.finish()
