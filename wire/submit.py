@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from kvrelay.wire.sampling_limits import LOGIT_BIAS, check_parameters
 from kvrelay.wire.worker_info import WorkerAddress
-
-MAX_CHOICES = 16
-"""The most outputs of one prompt."""
 
 
 class RequestKey(NamedTuple):
@@ -91,23 +88,9 @@ class SamplingParams:
     """The form of the output: only tokens that lead to it are sampled."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature < math.inf, "temperature", "must be at least 0 and finite")
-        _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]")
-        _require(self.top_k >= 0, "top_k", "must be at least 0")
-        _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]")
-        _require(math.isfinite(self.frequency_penalty), "frequency_penalty", "must be finite")
-        _require(math.isfinite(self.presence_penalty), "presence_penalty", "must be finite")
-        _require(
-            0 < self.repetition_penalty < math.inf,
-            "repetition_penalty",
-            "must be positive and finite",
-        )
-        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "must be at least 0")
-        _require(
-            all(math.isfinite(bias) for bias in self.logit_bias.values()),
-            "logit_bias",
-            "must be finite",
-        )
+        check_parameters(self)
+        for bias in self.logit_bias.values():
+            LOGIT_BIAS.check("logit_bias", bias)
 
     @property
     def is_greedy(self) -> bool:
@@ -145,6 +128,9 @@ class StopConditions:
     skip_special_tokens: bool = True
     """Special tokens are left out of the rendered text."""
 
+    def __post_init__(self) -> None:
+        check_parameters(self)
+
     def with_eos(self, eos_token_ids: Iterable[int]) -> StopConditions:
         """A copy with the model's end-of-sequence tokens, unless they are ignored."""
         eos = () if self.ignore_eos else eos_token_ids
@@ -163,6 +149,9 @@ class GenerationParams:
     """The number of likeliest tokens to report at each prompt token; None reports nothing."""
     speculate: bool = True
     """Drafts may be verified for the request, where the worker has a drafter."""
+
+    def __post_init__(self) -> None:
+        check_parameters(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +297,3 @@ class AttachRequest:
     """One message of a router's stream to a worker."""
 
     command: RouterCommand
-
-
-def _require(holds: bool, field_name: str, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{field_name} {rule}")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.wire.submit import MAX_CHOICES, SubmitRequest
+from kvrelay.wire.sampling_limits import MAX_CHOICES
+from kvrelay.wire.submit import SubmitRequest
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -34,10 +35,6 @@ class SubmitRules:
         self._check_ids("logit_bias", params.sampling.logit_bias)
         if not submit.input_ids:
             raise ValueError("input_ids: must not be empty")
-        if stops.max_tokens < 1:
-            raise ValueError("max_tokens: must be at least 1")
-        if not 1 <= params.n <= MAX_CHOICES:
-            raise ValueError(f"n: must be from 1 to {MAX_CHOICES}")
         if submit.first_choice >= MAX_CHOICES:
             raise ValueError(f"first_choice: must be below {MAX_CHOICES}")
         structured = params.sampling.structured_output

@@ -138,8 +138,6 @@ class Validator:
         room = limits.most_tokens - prompt_tokens
         if not params.HasField("max_tokens"):
             max_tokens = min(self.default_max_tokens, room)
-        elif params.max_tokens < 1:
-            raise InvalidField("max_tokens", "must be at least 1, got 0")
         else:
             max_tokens = params.max_tokens
             _check_total(prompt_tokens, max_tokens, limits)

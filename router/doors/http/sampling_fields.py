@@ -11,17 +11,12 @@ from typing import Final
 from kvrelay.router.doors.http.fields import INT32, UINT32, Fields, Schema
 from kvrelay.router.errors import InvalidField
 from kvrelay.v1 import inference_pb2
+from kvrelay.wire.sampling_limits import LIMITS
 
-_NUMBERS: Final = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
-_FLAGS: Final = ("ignore_eos", "skip_special_tokens", "speculate")
-_COUNTS: Final = ("min_tokens", "n")
+_READ_APART: Final = ("max_tokens", "logprobs", "prompt_logprobs", "top_k")
+"""The parameters that have other names here, or other values."""
+_SIMPLE: Final = {name: row.kind for name, row in LIMITS.items() if name not in _READ_APART}
+"""The other parameters that are one number or one flag, by name."""
 _LARGEST_FLOAT32: Final = 3.4028234e38
 _BIASES: Final[Schema] = {
     "type": "object",
@@ -39,26 +34,27 @@ def read_sampling(fields: Fields, *max_tokens_names: str) -> inference_pb2.Sampl
         max_tokens_names: the names of `max_tokens`; the first one present counts.
     """
     params = inference_pb2.SamplingParams()
-    for name in _NUMBERS:
-        number = fields.number(name)
-        if number is not None:
-            if abs(number) > _LARGEST_FLOAT32:
-                raise fields.error(name, "is too large")
-            setattr(params, name, number)
-    for name in _FLAGS:
-        flag = fields.optional_flag(name)
-        if flag is not None:
-            setattr(params, name, flag)
-    for name in _COUNTS:
-        count = fields.integer(name, 0, UINT32)
-        if count is not None:
-            setattr(params, name, count)
+    for name, kind in _SIMPLE.items():
+        value = _read_simple(fields, name, kind)
+        if value is not None:
+            setattr(params, name, value)
     for name in max_tokens_names:
         count = fields.integer(name, 0, UINT32)
         if count is not None and not params.HasField("max_tokens"):
             params.max_tokens = count
     _read_others(fields, params)
     return params
+
+
+def _read_simple(fields: Fields, name: str, kind: type) -> float | None:
+    if kind is bool:
+        return fields.optional_flag(name)
+    if kind is int:
+        return fields.integer(name, 0, UINT32)
+    number = fields.number(name)
+    if number is not None and abs(number) > _LARGEST_FLOAT32:
+        raise fields.error(name, "is too large")
+    return number
 
 
 def _read_others(fields: Fields, params: inference_pb2.SamplingParams) -> None:
