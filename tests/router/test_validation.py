@@ -81,7 +81,9 @@ def test_the_bounds_that_a_message_names_are_legal(field: str) -> None:
     limits = sampling_limits.LIMITS[field]
     ends = [limits.least] * (not limits.above_least) + [limits.most] * math.isfinite(limits.most)
     for end in ends:
-        check_sampling_params(pb.SamplingParams(**{field: limits.kind(end)}), 100)
+        params = pb.SamplingParams()
+        setattr(params, field, limits.kind(end))
+        check_sampling_params(params, 100)
 
 
 BAD_ENVELOPES: list[tuple[str, pb.GenerateRequest]] = [
