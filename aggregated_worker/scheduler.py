@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
@@ -78,7 +78,7 @@ class AggregatedScheduler:
         if self._context.register(request, request.most_tokens):
             self._waiting.append(request)
             self._loads.prefetch(request, request.reusable_len)
-            self._context.faults.reach(FaultPhase.QUEUED)
+            request.enter(Phase.QUEUED)
 
     def cancel(self, command: CancelRequest) -> None:
         """End a request, all choices of it, and free its memory."""
@@ -193,6 +193,7 @@ class AggregatedScheduler:
         params = submission.sampling_params
         return AggregatedRequest.of(
             command,
+            faults=self._context.faults,
             checker=StopChecker(params.stops, self._tokenizer, submission.emitted_ids),
             num_drafts=self._config.drafts_for(params.speculate),
             alone_until=alone_until(submission, self._config),

@@ -32,7 +32,7 @@ from kvrelay.decode_worker.request import (
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.commands import Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
@@ -155,7 +155,7 @@ class DecodeScheduler:
             self._context.outbox.put(self._client, OpenStream(request.stream))
         else:
             self._grants.prefetch(request)
-        self._context.faults.reach(FaultPhase.QUEUED, request.peer)
+        request.enter(Phase.QUEUED)
 
     def cancel(self, command: CancelRequest) -> None:
         """End a request, all choices of it, and free its memory."""
@@ -259,12 +259,17 @@ class DecodeScheduler:
         alone = alone_until(submission, self._config)
         if submission.prefill is None:
             return DecodeRequest.of(
-                command, checker=checker, num_drafts=num_drafts, alone_until=alone
+                command,
+                faults=self._context.faults,
+                checker=checker,
+                num_drafts=num_drafts,
+                alone_until=alone,
             )
         shape = self._context.kv_cache.shape
         pages = shape.pages_for(len(submission.input_ids))
         return HandedOverRequest.of(
             command,
+            faults=self._context.faults,
             stream=HandOverStream(command.key, submission.prefill),
             hand_over=DecodeHandOver(pages, shape.windowed, params.n),
             checker=checker,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.prefill_worker.request import PrefillRequest
@@ -55,7 +55,7 @@ class HostReads:
             return
         request.lent += pages
         self._announce(request, hand_over.announce_host([page.slot for page in pages]))
-        self._context.faults.reach(FaultPhase.LENDING, request.decode_incarnation)
+        request.enter(Phase.LENDING)
 
     def take_back(self, request: PrefillRequest) -> None:
         """Take back the pages of a released request; reads of them will not be used."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
-from kvrelay.engine.scheduler.attempt_trace import ASK, HAND_OVER
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.prompts_in_progress import ComputingPrompts
@@ -116,7 +114,6 @@ class PromptQueue:
     def compute(self, request: PrefillRequest) -> None:
         """Compute the missing part of a request that has memory, and announce the rest."""
         self.computing.add(request)
-        self._context.faults.reach(FaultPhase.PREFILLING, request.decode_incarnation)
         self.announce_written_pages(request)
         self.host_reads.offer(request)
 
@@ -140,9 +137,7 @@ class PromptQueue:
             send(self._context, request, request.hand_over.ask())
             # What a lower tier has of it comes while the decode worker looks for room.
             self._loads.must_wait(request, request.reusable_len)
-            if request.trace is not None:
-                request.trace.begin(ASK)
-            request.progressed_at = time.monotonic()
+            request.enter(Phase.ASKED)
             leaders.append(request)
 
     def _will_publish(self, request: PrefillRequest) -> bool:
@@ -154,9 +149,7 @@ class PromptQueue:
     def take_grant(self, request: PrefillRequest, grant: Grant) -> None:
         """Note that the request's decode worker has reserved the prompt."""
         request.hand_over.on_grant(grant)
-        if request.trace is not None:
-            request.trace.end(ASK)
-        request.progressed_at = time.monotonic()
+        request.enter(Phase.GRANTED)
 
     def announce_written_pages(self, request: PrefillRequest) -> None:
         """Announce the whole pages whose KV is written and that were not announced yet."""
@@ -169,8 +162,6 @@ class PromptQueue:
             return
         if not request.announced:
             request.announced = True
-            if request.trace is not None:
-                request.trace.begin(HAND_OVER)
             self._agent.begin_serving()
         send(self._context, request, message)
 

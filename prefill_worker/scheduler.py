@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.commands import Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts_in_progress import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
-from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.leases.release import Outcome
@@ -36,15 +34,6 @@ from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, SampledToken
 from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 from kvrelay.wire.submit import CancelRequest
-
-_PHASES: Final = {
-    PrefillState.ASKED: RequestPhase.ASKED,
-    PrefillState.GRANTED: RequestPhase.GRANTED,
-    PrefillState.LOADING: RequestPhase.READING,
-    PrefillState.LOADED: RequestPhase.READING,
-    PrefillState.ANNOUNCED: RequestPhase.ANNOUNCED,
-    PrefillState.VERIFYING: RequestPhase.ANNOUNCED,
-}
 
 
 class PrefillScheduler:
@@ -108,6 +97,7 @@ class PrefillScheduler:
         """Queue a new request, for a grant of its decode worker and then for memory here."""
         request = PrefillRequest.of(
             command,
+            faults=self._context.faults,
             hand_over=PrefillHandOver(self._context.kv_cache.shape.windowed),
             alone_until=alone_until(command.submission, self._config),
         )
@@ -117,7 +107,7 @@ class PrefillScheduler:
             return
         request.stream = self.hand_overs.take_early_stream(request.key)
         self._queue.add(request)
-        self._context.faults.reach(FaultPhase.QUEUED, request.decode_incarnation)
+        request.enter(Phase.QUEUED)
 
     def cancel(self, command: CancelRequest) -> None:
         """End a request, if it still lives, and free its memory."""
@@ -196,9 +186,7 @@ class PrefillScheduler:
             everything = request.hand_over.is_announced
             written = pages if everything else request.kv_written_len // self._page_size
             announced = pages if everything else request.hand_over.announced_pages
-            phase = _PHASES.get(request.hand_over.state, RequestPhase.QUEUED)
-            if phase is RequestPhase.GRANTED and request.lease is not None:
-                phase = RequestPhase.COMPUTING
+            phase = RequestPhase.ANNOUNCED if everything else request.shown_phase
             attempt = request.key.attempt
             yield request, RequestProgress(attempt, phase, pages, written, announced)
 

@@ -82,7 +82,7 @@ class SchedulerContext(Generic[RequestT]):
         self.links: list[RouterLink] = []
         self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
         """The reports to routers of what the prefix index has."""
-        self.sessions = SessionTurns(kv_cache, metrics, self.faults)
+        self.sessions = SessionTurns(kv_cache, metrics)
         """The KV that sessions keep between their turns."""
         self.progress = ProgressReports()
         """The progress reports to routers that watch their requests."""
@@ -172,8 +172,7 @@ class SchedulerContext(Generic[RequestT]):
         )
         if request.lease is None:
             return False
-        if request.trace is not None:
-            _trace_queue(request.trace, request)
+        _trace_queue(request)
         share = request.lease.kv_committed_len / request.input_len
         self._reused_share = max(share, self._reused_share * _REUSE_FADES)
         return True
@@ -424,13 +423,13 @@ class SchedulerContext(Generic[RequestT]):
         self.outbox.flush()
 
 
-def _trace_queue(trace: AttemptTrace, request: Request) -> None:
+def _trace_queue(request: Request) -> None:
     """Record that a request has memory now."""
     attributes = {
         "kvrelay.input_tokens": request.input_len,
         "kvrelay.cached_tokens": request.held.kv_committed_len,
     }
-    trace.record(QUEUE, request.received, time.monotonic(), attributes)
+    request.record(QUEUE, request.received, time.monotonic(), attributes)
 
 
 def _trace_end(

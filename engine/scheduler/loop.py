@@ -29,8 +29,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 from kvrelay.device.thread_end import CLOSE_SECONDS, ended_within
 from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
 from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.attempt_trace import CHUNK, AttemptTrace
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import CHUNK
 from kvrelay.engine.scheduler.build_step import build_step
 from kvrelay.engine.scheduler.commands import (
     Attach,
@@ -317,8 +317,7 @@ class Engine(Generic[RequestT, MessageT]):
         for item, output in zip(ended.step.scheduled, ended.outputs, strict=True):
             if item.request.has_ended:
                 continue
-            if item.request.trace is not None:
-                _trace_chunk(item.request.trace, item, output, ended)
+            _trace_chunk(item, output, ended)
             if output.error is None or output.tokens:
                 self._scheduler.process_step_output(item, output)
             if output.error is not None and not item.request.has_ended:
@@ -367,7 +366,7 @@ class Engine(Generic[RequestT, MessageT]):
             case Drain():
                 self._context.draining = True
                 self._on_drained.append(message.on_drained)
-                self._context.faults.reach(FaultPhase.DRAINING)
+                self._context.faults.reach(Phase.DRAINING)
             case RetractForDrain():
                 self._scheduler.retract_for_drain()
             case GiveUp():
@@ -450,12 +449,10 @@ class Engine(Generic[RequestT, MessageT]):
             self._scheduler.cancel(CancelRequest(request.key))
 
 
-def _trace_chunk(
-    trace: AttemptTrace, item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]
-) -> None:
+def _trace_chunk(item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]) -> None:
     """Record a forward that computed part of a prompt; the tokens that follow get no spans."""
     request = item.request
-    if request.kv_written_len >= request.input_len:
+    if request.trace is None or request.kv_written_len >= request.input_len:
         return
     attributes = {
         "kvrelay.tokens": item.num_tokens,
@@ -464,7 +461,7 @@ def _trace_chunk(
     }
     # Not the message: a grammar's may quote the output.
     error = None if output.error is None else type(output.error).__name__
-    trace.record(CHUNK, ended.begun, ended.begun + ended.seconds, attributes, error=error)
+    request.record(CHUNK, ended.begun, ended.begun + ended.seconds, attributes, error)
 
 
 class EngineThread(Generic[RequestT, MessageT]):

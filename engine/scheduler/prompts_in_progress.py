@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.chunks import share_budget
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request
@@ -104,7 +105,7 @@ class ComputingPrompts(Generic[RequestT]):
 
     def add(self, request: RequestT) -> None:
         """Start to compute the part of a request's input that its lease has not committed."""
-        request.progressed_at = time.monotonic()
+        request.enter(Phase.PREFILLING)
         request.kv_written_len = request.held.kv_committed_len
         token_state = request.make_token_state(request.choices)
         queued = time.monotonic() - request.received

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from kvrelay.engine.executor.token_state import TokenState
-from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
+from kvrelay.engine.faults import FaultPlan
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import AttemptTrace, PhaseSpan
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.host.host_copies import Load
 from kvrelay.mem_cache.leases.lease import Lease
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.storage.storage_tier import Prefetch
+from kvrelay.observe.spans import Attributes
+from kvrelay.wire.request_progress import RequestPhase
 from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey
 
 
@@ -31,12 +35,19 @@ class Request:
         |  and reads that ended |  forwards in flight  |  computed
     """
 
+    SPANS: ClassVar[Sequence[PhaseSpan]] = ()
+    """The spans of its trace that phases begin and end."""
+    SHOWN: ClassVar[Mapping[Phase, RequestPhase]] = {Phase.PREFILLING: RequestPhase.COMPUTING}
+    """The phases that people who watch are told of; others leave what they see as it was."""
+
     command: Submit
     """The command that brought it: its submission, and the router's stream."""
     key: RequestKey
     prompt_ids: Sequence[int]
     output_ids: list[int]
     """The tokens generated so far, including those that an earlier attempt has emitted."""
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    """The faults that its phases may set off."""
     choices: tuple[int, ...]
     """The outputs of the prompt that it stands for."""
     borrowed_len: int = 0
@@ -75,6 +86,8 @@ class Request:
     """Seconds that it has waited for loads before the last one."""
     storage_wait: StorageWait | None = None
     """The wait for pages that storage brings, or has brought, to the host."""
+    shown_phase: RequestPhase = RequestPhase.QUEUED
+    """The last phase that people who watch are told of."""
     has_ended: bool = False
     """Whether it was released, though a forward may still compute it."""
     params: GenerationParams = field(init=False)
@@ -109,6 +122,34 @@ class Request:
             choices=submission.choices,
             **more,
         )
+
+    def enter(self, phase: Phase) -> None:
+        """Note that it comes to a phase: its trace, those who watch and those who wait see it.
+
+        It may not return: a fault may be due.
+        """
+        self.progressed_at = time.monotonic()
+        self.shown_phase = self.SHOWN.get(phase, self.shown_phase)
+        if self.trace is not None:
+            self.trace.enter(phase, self.SPANS)
+        self.faults.reach(phase, self.peer)
+
+    def record(
+        self,
+        span: str,
+        began: float,
+        ended: float,
+        attributes: Attributes | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Record a span between two moments, if it is traced."""
+        if self.trace is not None:
+            self.trace.record(span, began, ended, attributes, error=error)
+
+    @property
+    def peer(self) -> str:
+        """The incarnation of the other worker that takes part in it; empty: none does."""
+        return ""
 
     @property
     def link(self) -> RouterLink:
