@@ -12,7 +12,7 @@ from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
 from kvrelay.engine.phases import Phase
-from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
+from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
@@ -63,6 +63,7 @@ class AggregatedScheduler:
             context, config.prefix_wait, lambda r: r.every_step is None, at_end=lambda _: False
         )
         self._loads = TierLoads(context)
+        self._admission = AdmissionInTurn(context, self._reserve, config.bypass_limit)
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
         )
@@ -99,14 +100,7 @@ class AggregatedScheduler:
         """Reserve memory for waiting requests, in turn."""
         if not self._waiting:
             return
-        admitted = admit_in_turn(
-            self._context.kv_cache,
-            self._waiting,
-            self._reserve,
-            self._config.bypass_limit,
-            must_wait=self._must_wait,
-        )
-        for request in admitted:
+        for request in self._admission.admit(self._waiting, must_wait=self._must_wait):
             self._waiting.remove(request)
 
     def _must_wait(self, request: AggregatedRequest) -> bool:

@@ -10,7 +10,7 @@ from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.phases import Phase
-from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
+from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
@@ -53,7 +53,7 @@ class Grants:
         self._requests = requests
         self._computing = requests.steps.computing
         self._growth = growth
-        self._bypass_limit = bypass_limit
+        self._admission = AdmissionInTurn(context, self._reserve, bypass_limit)
         self._grants_ahead = grants_ahead
         self._loads = TierLoads(context)
         self._histories = histories
@@ -82,14 +82,8 @@ class Grants:
                 return True
             return self._must_wait(request, leaders, held)
 
-        for request in admit_in_turn(
-            self._context.kv_cache,
-            waiting,
-            self._reserve,
-            self._bypass_limit,
-            _take_turns(waiting, ahead).__getitem__,
-            must_wait,
-        ):
+        turns = _take_turns(waiting, ahead)
+        for request in self._admission.admit(waiting, turns.__getitem__, must_wait):
             leaders.append(request)
             if isinstance(request, HandedOverRequest):
                 free -= 1

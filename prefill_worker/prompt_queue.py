@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvrelay.engine.phases import Phase
-from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
+from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.prompts_in_progress import ComputingPrompts
@@ -58,7 +58,7 @@ class PromptQueue:
     ) -> None:
         self._context = context
         self._agent = agent
-        self._bypass_limit = bypass_limit
+        self._admission = AdmissionInTurn(context, self._reserve, bypass_limit)
         self._waits = PrefixWaits(
             context,
             prefix_wait,
@@ -67,7 +67,7 @@ class PromptQueue:
             leads_for=_leads_for,
         )
         self._loads = TierLoads(context)
-        self.host_reads = HostReads(context, self.announce)
+        self.host_reads = HostReads(context, self._loads, self.announce)
         """The pages that decode workers read on the host."""
         self._publish = publish
         self._begin_load = begin_load
@@ -97,13 +97,7 @@ class PromptQueue:
         def must_wait(request: PrefillRequest) -> bool:
             return self._loads.must_wait(request, request.reusable_len)
 
-        for request in admit_in_turn(
-            self._context.kv_cache,
-            granted,
-            self._reserve,
-            self._bypass_limit,
-            must_wait=must_wait,
-        ):
+        for request in self._admission.admit(granted, must_wait=must_wait):
             self._waiting.remove(request)
             if not self._begin_load(request):
                 self.compute(request)

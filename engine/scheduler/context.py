@@ -88,10 +88,15 @@ class SchedulerContext(Generic[RequestT]):
         """The progress reports to routers that watch their requests."""
         self.draining = False
         """Whether the worker takes no more requests. The loop sets it and never unsets it."""
+        self._on_release: list[Callable[[RequestT], object]] = []
         self._copies: list[PageCopy] = []
         self._outputs: dict[RouterLink, list[RequestOutput]] = {}
         self._last_load: WorkerLoad | None = None
         self._reused_share = 0.0
+
+    def on_release(self, forget: Callable[[RequestT], object]) -> None:
+        """Have every request that is released forgotten by whoever kept something for it."""
+        self._on_release.append(forget)
 
     def attach(self, link: RouterLink) -> None:
         """Add a router's stream; the router is told the load after this pass."""
@@ -297,7 +302,8 @@ class SchedulerContext(Generic[RequestT]):
             fences: transfers that still read or write its pages, besides its last forward.
         """
         self._release_kv_cache(request, outcome, fences)
-        self._leave_storage(request)
+        for forget in self._on_release:
+            forget(request)
         request.has_ended = True
         del self.requests[request.key]
         if end is not None:
@@ -305,18 +311,6 @@ class SchedulerContext(Generic[RequestT]):
                 self.emit(request, tokens, end, timings, choice=choice)
         if request.trace is not None:
             _trace_end(request.trace, request, outcome, end)
-
-    def _leave_storage(self, request: RequestT) -> None:
-        """Give up what storage still brings for a request that needs it no more."""
-        wait, tier = request.storage_wait, self.host_tier
-        if (
-            wait is not None
-            and wait.left_at is None
-            and tier is not None
-            and tier.storage is not None
-        ):
-            wait.left_at = self.kv_cache.clock()
-            tier.storage.leave(wait.prefetch)
 
     def _release_kv_cache(
         self, request: RequestT, outcome: Outcome, fences: Iterable[Fence]

@@ -15,10 +15,8 @@ from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.attempt_trace import AttemptTrace, PhaseSpan
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.mem_cache.host.host_copies import Load
 from kvrelay.mem_cache.leases.lease import Lease
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
-from kvrelay.mem_cache.storage.storage_tier import Prefetch
 from kvrelay.observe.spans import Attributes
 from kvrelay.wire.request_progress import RequestPhase
 from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey
@@ -54,11 +52,6 @@ class Request:
     """Tokens that its lease had when its session lent it; 0: the lease is its own."""
     received: float = field(default_factory=time.monotonic)
     """The moment at which this attempt began here; earlier ones have timings of their own."""
-    bypassed: int = 0
-    """Later requests that were admitted while this one did not fit."""
-    refused_at: int = -1
-    """The `KVCacheManager.room_version` when it last did not fit; until that changes it cannot
-    fit."""
     lease: Lease | None = None
     last_step: int = 0
     """The last forward that reads this request's page table."""
@@ -70,22 +63,6 @@ class Request:
     progressed_at: float = field(default_factory=time.monotonic)
     """The moment when it was last granted something, or some of its input was last computed or
     read."""
-    prefix_wait: PrefixWait | None = None
-    """The wait for a leader, so that it need not compute or read what both share."""
-    tier_keys: bytes = b""
-    """The page hashes of its reusable input, computed when first needed."""
-    storage_asked: bool = False
-    """Whether storage was asked what it has of its input."""
-    tier_looked_at: tuple[int, int] = (-1, -1)
-    """The versions of cache and tier at which nothing was to be brought back for it."""
-    tier_load: TierLoad | None = None
-    """The load that brings pages back for it, or the last one that did."""
-    loads_begun: int = 0
-    """The number of loads that it has waited for, the current one included."""
-    load_seconds: float = 0.0
-    """Seconds that it has waited for loads before the last one."""
-    storage_wait: StorageWait | None = None
-    """The wait for pages that storage brings, or has brought, to the host."""
     shown_phase: RequestPhase = RequestPhase.QUEUED
     """The last phase that people who watch are told of."""
     has_ended: bool = False
@@ -232,53 +209,3 @@ class Request:
             kv_len=self.kv_written_len,
             draft_kv_len=self.kv_written_len,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TierLoad:
-    """Pages that a request waits for, which come back from a lower tier."""
-
-    load: Load
-    since: float
-    """The moment when the load was begun, by the cache's clock."""
-    until: float
-    """The moment, by the cache's clock, after which the request stops waiting."""
-
-
-@dataclass(eq=False, slots=True)
-class StorageWait:
-    """Pages that come from storage to the host for a request."""
-
-    prefetch: Prefetch
-    num_pages: int
-    """Whole pages of its input that may come."""
-    since: float | None = None
-    """The moment, by the cache's clock, from which it could have begun without them; None: not
-    yet."""
-    left_at: float | None = None
-    """The moment when the request went on without them; None: it has not."""
-    wakes_at: float | None = None
-    """The moment when the loop looks again whether the request still waits."""
-
-    @property
-    def ends_at(self) -> float | None:
-        """The moment when the request stopped waiting for them; None: it still waits."""
-        return self.prefetch.ended_at if self.left_at is None else self.left_at
-
-    def seconds(self, now: float) -> float:
-        """Compute how long the request has waited for them by now, though it could have begun."""
-        if self.since is None:
-            return 0.0
-        return max(0.0, (now if self.ends_at is None else self.ends_at) - self.since)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixWait:
-    """The wait of a request for a leader."""
-
-    leader: Request
-    """The request that computes, or reads, the shared prefix."""
-    shared_len: int
-    """Tokens of the shared whole pages; the wait ends when they are in the prefix index."""
-    looked_at: int = -1
-    """The `KVCacheManager.room_version` when the index was last found to lack some of them."""

@@ -209,7 +209,9 @@ def test_nobody_waits_for_one_that_makes_no_progress(where: str) -> None:
             pass
     else:
         simulation.end_read = lambda one: None
-        step_until(simulation, lambda: any(r.prefix_wait for r in decode.context.requests.values()))
+        waits = decode.scheduler._grants._waits
+        live = decode.context.requests
+        step_until(simulation, lambda: any(map(waits.wait_of, live.values())))
         # What arrives later would be progress.
         step_until(simulation, lambda: bool(computing(decode)[0].hand_over.first_tokens))
     assert len(computing(worker)) == 1
@@ -298,7 +300,8 @@ def test_one_that_its_decode_worker_lets_wait_leads_nobody_for_another() -> None
     held = free.context.requests[waits.key]
     assert held.hand_over.is_held
     follower = free.context.requests[follows.key]
-    assert follower.prefix_wait.leader is held, "both would wait for the same"
+    wait = free.scheduler._queue._waits.wait_of(follower)
+    assert wait.leader is held, "both would wait for the same"
     other = submit_to(simulation, [*PREFIX, 2], free, empty)
     simulation.run()
     assert_right([other])

@@ -240,9 +240,10 @@ def test_a_load_in_the_room_of_a_session_is_waited_for_as_long_as_it_is(
     [request] = worker.context.requests.values()
     (refused, nothing), (tokens, _) = begun[0], begun[-1]
     assert nothing is None
-    assert request.tier_load is not None
+    load = worker.scheduler._loads.wait_of(request).load
+    assert load is not None
     assert tokens < refused
-    assert request.tier_load.until - worker.kv_cache.clock() == tokens
+    assert load.until - worker.kv_cache.clock() == tokens
     simulation.run()
     assert again.output == reference(prompt, 4)
     finish(simulation, *sessions)

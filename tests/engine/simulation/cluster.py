@@ -276,6 +276,7 @@ class Simulation(SimRouter):
                 counts = worker.tier.pages.counts()
                 assert counts.free + counts.cached_evictable == counts.total, worker.name
             assert not worker.context.requests, worker.name
+            assert not waits_kept(worker), worker.name
             assert worker.agent.serving == 0, worker.name
 
     def _open(self, worker: SimWorker) -> None:
@@ -332,3 +333,14 @@ class Simulation(SimRouter):
         pull.state = PullState.DONE
         pull.settle()
         on_end(pull)
+
+
+def waits_kept(worker: SimWorker) -> list[Any]:
+    """What is kept of requests that wait."""
+    scheduler = worker.scheduler
+    keeper = getattr(scheduler, "_queue", None) or getattr(scheduler, "_grants", scheduler)
+    return [
+        *keeper._waits._waits,
+        *keeper._loads._waits,
+        *keeper._admission._misfits,
+    ]
