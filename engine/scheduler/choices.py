@@ -37,6 +37,7 @@ def fork_and_run(
     for other in others:
         context.requests[other.key] = other
     request.kv_written_len = request.input_len
+    request.check_lengths()
     has_memory = not others or context.fork(request, others)
     for one, (_, token_id) in zip([request, *others], first_tokens, strict=True):
         one.output_ids.append(token_id)

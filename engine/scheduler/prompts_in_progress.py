@@ -107,6 +107,7 @@ class ComputingPrompts(Generic[RequestT]):
         """Start to compute the part of a request's input that its lease has not committed."""
         request.enter(Phase.PREFILLING)
         request.kv_written_len = request.held.kv_committed_len
+        request.check_lengths()
         token_state = request.make_token_state(request.choices)
         queued = time.monotonic() - request.received
         cached = min(request.kv_written_len, len(request.prompt_ids))
@@ -145,6 +146,7 @@ class ComputingPrompts(Generic[RequestT]):
         """
         request = item.request
         request.kv_written_len += item.num_tokens
+        request.check_lengths()
         request.progressed_at = time.monotonic()
         if output.prompt_logprobs:
             self._emit_scores(request, output.prompt_logprobs)

@@ -31,6 +31,9 @@ class Request:
         0 .... kv_written_len ....... kv_committed_len ....... num_tokens
         |  written by forwards  |  being written by    |  known, not yet
         |  and reads that ended |  forwards in flight  |  computed
+
+    So ``0 <= kv_written_len <= kv_committed_len <= num_tokens``: `check_lengths` asserts it. While
+    it generates, `kv_committed_len` may be ahead of `num_tokens` by the tokens of steps in flight.
     """
 
     SPANS: ClassVar[Sequence[PhaseSpan]] = ()
@@ -162,6 +165,13 @@ class Request:
     def num_tokens(self) -> int:
         """The number of tokens of prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    def check_lengths(self) -> None:
+        """Assert what is drawn above of a request with memory; cheap enough for every chunk."""
+        written, committed, known = self.kv_written_len, self.held.kv_committed_len, self.num_tokens
+        assert 0 <= written <= committed <= known, (
+            f"{self.key}: {written} tokens written, {committed} committed, {known} known"
+        )
 
     @property
     def alone(self) -> bool:

@@ -132,6 +132,7 @@ class RunningBatch(Generic[RequestT]):
     def add(self, request: RequestT) -> None:
         """Start to generate for a request. All its KV is here, except its last token's."""
         request.kv_written_len = request.num_tokens - 1
+        request.check_lengths()
         token_state = request.make_token_state((request.key.choice,))
         request.every_step = Scheduled(request, token_state, 1, True, request.num_drafts)
         self._requests[request] = None
@@ -236,6 +237,7 @@ class RunningBatch(Generic[RequestT]):
         # Planning a step commits its first token alone.
         sure = request.kv_written_len + request.in_flight
         self._context.kv_cache.commit(lease, max(sure, lease.kv_committed_len))
+        assert request.kv_written_len < request.num_tokens, f"{request.key}: too much is written"
 
 
 def _lengths_after_step(due: Sequence[GeneratingRequest]) -> tuple[Batch, Ints, list[int]]:

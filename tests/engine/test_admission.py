@@ -176,3 +176,18 @@ def test_nothing_is_left_for_one_that_is_alone():
     assert reserve.pages([several]) > [10]
     assert reserve.headroom(several, []) is None
     assert reserve.headroom(several, [request(1)]) == reserve.pages([request(1), several])
+
+
+@pytest.mark.parametrize(("written", "committed"), [(-1, 0), (5, 4), (7, 7), (4, 7)])
+def test_lengths_that_are_not_as_drawn_are_found(written: int, committed: int) -> None:
+    """Of a request of six tokens."""
+    memory, one = kv_cache(), request(prompt=6)
+    one.lease = known(memory.open("holder", 8))
+    assert memory.grow(one.held, 8)
+    memory.commit(one.held, 6)
+    one.kv_written_len = 5
+    one.check_lengths()
+    memory.trim(one.held, committed) if committed < 6 else memory.commit(one.held, committed)
+    one.kv_written_len = written
+    with pytest.raises(AssertionError, match="tokens written"):
+        one.check_lengths()
