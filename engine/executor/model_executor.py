@@ -291,7 +291,11 @@ class ModelExecutor:
     def _launch_forward(
         self, launched: LaunchedForward[RequestT], staging: StagingSet
     ) -> LogitRows:
-        """Launch the forward of its items, and their sampling."""
+        """Launch the forward of its items, and their sampling.
+
+        The order matters. Drafts come before masks, which check them. Masks are computed beside the
+        forward and awaited behind it. Sampling comes last: it reads masks and counts.
+        """
         items, forward = launched.items, self._streams.forward
         tables = launched.step.page_tables
         if len(items) < len(launched.step.scheduled):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -169,7 +169,7 @@ class RunningBatch(Generic[RequestT]):
             if self._context.steps.running:
                 self.waits_for_room = True
                 break
-            self._make_room()
+            self.retract(choose_victim(self._requests))
             self._growth.learn_from_retraction()
         return []
 
@@ -209,11 +209,7 @@ class RunningBatch(Generic[RequestT]):
     def _force_retraction(self) -> None:
         if self._retract_every and self._requests and self._steps_until_retraction <= 0:
             self._steps_until_retraction = self._retract_every
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Retract the request with the fewest output tokens; of several, the longest prompt."""
-        self.retract(min(self._requests, key=lambda r: (len(r.output_ids), -len(r.prompt_ids))))
+            self.retract(choose_victim(self._requests))
 
     # Taking its tokens
 
@@ -238,6 +234,16 @@ class RunningBatch(Generic[RequestT]):
         sure = request.kv_written_len + request.in_flight
         self._context.kv_cache.commit(lease, max(sure, lease.kv_committed_len))
         assert request.kv_written_len < request.num_tokens, f"{request.key}: too much is written"
+
+
+def choose_victim(running: Iterable[RequestT]) -> RequestT:
+    """Choose who is retracted when a step's tokens do not fit, although idle sessions have ended.
+
+    The request with the fewest output tokens loses the least: its router submits it again, and
+    prompt and output are then computed anew. Of several, the one with the longest prompt frees the
+    most.
+    """
+    return min(running, key=lambda one: (len(one.output_ids), -len(one.prompt_ids)))
 
 
 def _lengths_after_step(due: Sequence[GeneratingRequest]) -> tuple[Batch, Ints, list[int]]:

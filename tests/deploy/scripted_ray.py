@@ -232,8 +232,10 @@ async def make_world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
         monkeypatch.setattr(
             "kvrelay.deploy.nodes.ray_places.find_groups", lambda namespace: dict(world.groups)
         )
-        for module in ("adoption", "cluster"):
-            monkeypatch.setattr(f"kvrelay.deploy.{module}.end_left_over", world.end_left_over)
+        for module in ("worker_adoption", "cluster"):
+            monkeypatch.setattr(
+                f"kvrelay.deploy.controller.{module}.end_left_over", world.end_left_over
+            )
         monkeypatch.setattr(Handle, "world", world, raising=False)
         return world
 
