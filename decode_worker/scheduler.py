@@ -32,8 +32,8 @@ from kvrelay.decode_worker.request import (
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.commands import Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
@@ -48,6 +48,7 @@ from kvrelay.wire.hand_over import Heartbeat
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.request_progress import RequestProgress
+from kvrelay.wire.submit import CancelRequest
 
 
 class Heartbeats:
@@ -194,7 +195,7 @@ class DecodeScheduler:
         request = self._make(command)
         if not self._context.register(request, request.most_tokens):
             return
-        if command.prefill is None and not self._config.computes_prompts:
+        if command.submission.prefill is None and not self._config.computes_prompts:
             refused = RequestEnd(EndReason.FAILED, error=_COMPUTES_NO_PROMPTS)
             self._context.release(request, Outcome.FAILED, refused)
             return
@@ -203,9 +204,9 @@ class DecodeScheduler:
             self._context.outbox.put(self._client, OpenStream(request.stream))
         else:
             self._grants.prefetch(request)
-        self._context.faults.reach(FaultPhase.QUEUED, request.peer)
+        request.enter(Phase.QUEUED)
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """End a request, all choices of it, and free its memory."""
         for request in self._context.choices_of(command.key):
             self._requests.end_early(request, Outcome.ABORTED, RequestEnd(EndReason.ABORTED))
@@ -300,20 +301,26 @@ class DecodeScheduler:
             self._probes[probe.incarnation] = self._histories.with_speed(probe)
 
     def _make(self, command: Submit) -> DecodeRequest:
-        emitted = command.input_ids[command.prompt_len :]
-        checker = StopChecker(command.stops, self._tokenizer, emitted)
-        num_drafts = self._config.drafts_for(command.speculate)
-        alone = alone_until(command, self._config)
-        if command.prefill is None:
+        submission = command.submission
+        params = submission.sampling_params
+        checker = StopChecker(params.stops, self._tokenizer, submission.emitted_ids)
+        num_drafts = self._config.drafts_for(params.speculate)
+        alone = alone_until(submission, self._config)
+        if submission.prefill is None:
             return DecodeRequest.of(
-                command, checker=checker, num_drafts=num_drafts, alone_until=alone
+                command,
+                faults=self._context.faults,
+                checker=checker,
+                num_drafts=num_drafts,
+                alone_until=alone,
             )
         shape = self._context.kv_cache.shape
-        pages = shape.pages_for(len(command.input_ids))
+        pages = shape.pages_for(len(submission.input_ids))
         return HandedOverRequest.of(
             command,
-            stream=HandOverStream(command.key, command.prefill),
-            hand_over=DecodeHandOver(pages, shape.windowed, len(command.choices)),
+            faults=self._context.faults,
+            stream=HandOverStream(command.key, submission.prefill),
+            hand_over=DecodeHandOver(pages, shape.windowed, params.n),
             checker=checker,
             num_drafts=num_drafts,
             alone_until=alone,

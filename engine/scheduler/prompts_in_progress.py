@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.chunks import share_budget
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request
@@ -104,8 +105,9 @@ class ComputingPrompts(Generic[RequestT]):
 
     def add(self, request: RequestT) -> None:
         """Start to compute the part of a request's input that its lease has not committed."""
-        request.progressed_at = time.monotonic()
+        request.enter(Phase.PREFILLING)
         request.kv_written_len = request.held.kv_committed_len
+        request.check_lengths()
         token_state = request.make_token_state(request.choices)
         queued = time.monotonic() - request.received
         cached = min(request.kv_written_len, len(request.prompt_ids))
@@ -144,6 +146,7 @@ class ComputingPrompts(Generic[RequestT]):
         """
         request = item.request
         request.kv_written_len += item.num_tokens
+        request.check_lengths()
         request.progressed_at = time.monotonic()
         if output.prompt_logprobs:
             self._emit_scores(request, output.prompt_logprobs)

@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from kvrelay.engine.faults import FaultPhase, FaultPlan
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.history_store import HistoryStore
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
@@ -52,13 +52,11 @@ class SessionTurns:
     Args:
         kv_cache: has their memory.
         metrics: counts turns and ends.
-        faults: injected faults.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics, faults: FaultPlan) -> None:
+    def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics) -> None:
         self._kv_cache = kv_cache
         self._metrics = metrics
-        self._faults = faults
         self._sessions = SessionMemory(kv_cache, kv_cache.clock)
         self._ids: dict[tuple[RouterLink, str], str] = {}  # of those that `_sessions` has
         self._names: dict[str, tuple[RouterLink, str]] = {}
@@ -240,7 +238,7 @@ class SessionTurns:
     ) -> Outcome:
         session = request.session
         assert session is not None
-        self._faults.reach(FaultPhase.SAVING)
+        request.enter(Phase.SAVING)
         if session_id is None:
             session_id = f"session {next(self._numbers)}"
             name = (request.link, session.session)

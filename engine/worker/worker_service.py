@@ -15,15 +15,12 @@ import grpc
 from kvrelay.engine.scheduler.attempt_trace import begin_trace
 from kvrelay.engine.scheduler.commands import (
     Attach,
-    Cancel,
     Command,
     Detach,
     FindHistory,
-    ForgetSession,
+    FromRouter,
     Inspect,
     Mailbox,
-    TellPrefixes,
-    Watch,
 )
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.black_box import posthumous_ends
@@ -38,6 +35,7 @@ from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
 from kvrelay.wire.page_owners import PageOwners
 from kvrelay.wire.submit import (
+    AttachHello,
     CancelRequest,
     ForgetSessionRequest,
     RequestKey,
@@ -163,19 +161,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Post a router's command, or refuse a submission that breaks a rule."""
         try:
             command = ATTACH_REQUEST.from_message(message).command
-            if isinstance(command, SubmitRequest):
-                trace = begin_trace(self._spans, command.traceparent, self._rules.role, command.key)
-                self._submits.submit(submit_command(command, link, self._rules, trace))
-            elif isinstance(command, CancelRequest):
-                self._submits.cancel(Cancel(command.key._replace(router=link.router)))
-            elif isinstance(command, TellPrefixesRequest):
-                self._inbox.post(TellPrefixes(link))
-            elif isinstance(command, ForgetSessionRequest):
-                self._inbox.post(ForgetSession(link, command.session))
-            elif isinstance(command, WatchRequests):
-                self._inbox.post(Watch(link, command.on))
-            else:
-                logger.warning("router %s sent a second hello", link.router)
+            match command:
+                case SubmitRequest():
+                    trace = begin_trace(
+                        self._spans, command.traceparent, self._rules.role, command.key
+                    )
+                    self._submits.submit(submit_command(command, link, self._rules, trace))
+                case CancelRequest():
+                    self._submits.cancel(CancelRequest(command.key._replace(router=link.router)))
+                case TellPrefixesRequest() | ForgetSessionRequest() | WatchRequests():
+                    self._inbox.post(FromRouter(link, command))
+                case AttachHello():
+                    logger.warning("router %s sent a second hello", link.router)
         except ValueError as error:
             if message.HasField("submit"):
                 _refuse(message.submit, link, str(error))

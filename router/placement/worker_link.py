@@ -197,7 +197,7 @@ class WorkerLink:
                 computes.
         """
         assert self.ready, f"{self.endpoint.name} is not ready"
-        role, input_tokens = self.endpoint.role, len(submission.input_ids)
+        role, input_tokens = self.endpoint.role, submission.input_len
         cached, expected = min(lent_tokens, input_tokens - 1), None
         if prefill is not None or role not in submission.in_full_on:
             cached = max(cached, self._expect_cached(submission))
@@ -220,7 +220,7 @@ class WorkerLink:
 
         Reports what is expected of the prefixes.
         """
-        incarnation, most = self.endpoint.incarnation, len(submission.input_ids) - 1
+        incarnation, most = self.endpoint.incarnation, submission.input_len - 1
         kept = min(submission.kept_on(incarnation), most)
         if not (marks := submission.request.marks):
             return kept

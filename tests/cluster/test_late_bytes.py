@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import Cell, Harm, Victim
@@ -115,7 +115,7 @@ async def test_connections_that_break_are_made_again(
 
 
 CELLS = [
-    Cell(harm, victim, FaultPhase.PULLING)
+    Cell(harm, victim, Phase.PULLING)
     for harm, victim in (
         (Harm.KILL, Victim.PREFILL),
         (Harm.STOP_FOR_GOOD, Victim.PREFILL),

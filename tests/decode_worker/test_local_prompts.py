@@ -50,7 +50,8 @@ def test_a_prompt_that_was_submitted_before_is_dropped_and_not_refused(
     def send_again_as_local(worker: SimWorker, command: Submit) -> None:
         send(worker, command)
         if worker is decode:
-            send(worker, replace(command, prefill=None))
+            local = replace(command.submission, prefill=None)
+            send(worker, replace(command, submission=local))
 
     monkeypatch.setattr(simulation, "send", send_again_as_local)
     taken = submit(simulation, prompt, 6, local=False)

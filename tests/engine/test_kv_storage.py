@@ -307,7 +307,7 @@ def test_storage_is_asked_though_the_hashes_were_made_for_others(
 
     def hash_alone(loads: TierLoads[Any], request: Request, known_tokens: int) -> None:
         known_ids = request.input_ids[:known_tokens]
-        request.tier_keys = known(loads._tier).hash(known_ids, request.namespace)
+        loads.keys_of(request, known_ids)
 
     monkeypatch.setattr(TierLoads, "prefetch", hash_alone)
     worker = Stored(dict(filled))

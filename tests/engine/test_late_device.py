@@ -30,7 +30,7 @@ from kvrelay.engine.executor.step import (
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.shape import PoolShape
-from kvrelay.wire.submit import SamplingParams, StopConditions, StructuredOutput
+from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation, reference
 from tests.engine.simulation.clockwork import Clockwork
@@ -176,7 +176,12 @@ class Flight:
     """A worker's executor, by itself: steps of requests that generate."""
 
     def __init__(
-        self, seed: int, *prompts: Sequence[int], counted_rows: int = 3, **state: Any
+        self,
+        seed: int,
+        *prompts: Sequence[int],
+        counted_rows: int = 3,
+        sampling: SamplingParams = GREEDY,
+        max_tokens: int = 20,
     ) -> None:
         self.device = LateStreams(random.Random(seed))
         self.model = CountingModel([PoolShape("full", 64)], 4, None, self.device, counted_rows)
@@ -187,7 +192,7 @@ class Flight:
                 input_len=len(prompt),
                 prompt_ids=tuple(prompt),
                 choices=(0,),
-                **{"sampling": GREEDY, "stops": StopConditions(max_tokens=20), **state},
+                params=GenerationParams(sampling, StopConditions(max_tokens)),
             )
             for prompt in prompts
         ]

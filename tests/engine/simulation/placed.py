@@ -18,7 +18,7 @@ from kvrelay.router.placement.ready_workers import ReadyWorkers
 from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
 from kvrelay.wire.output import EngineOutputs, RequestOutput
-from kvrelay.wire.submit import GenerationParams, SubmitRequest
+from kvrelay.wire.submit import SubmitRequest
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.worker import SimWorker
@@ -88,25 +88,23 @@ class PlacedClockwork(Clockwork):
         assert message is not None
         submit = ATTACH_REQUEST.from_message(message).command
         assert isinstance(submit, SubmitRequest)
-        super().send(worker, replace(command, cached_tokens=submit.cached_tokens))
+        expecting = replace(command.submission, cached_tokens=submit.cached_tokens)
+        super().send(worker, replace(command, submission=expecting))
 
     def _peer_of(self, command: Submit) -> WorkerInfo | None:
-        if command.prefill is None:
-            return None
-        return self.links[self.by_name[command.prefill.incarnation]].endpoint
+        prefill = command.submission.prefill
+        return None if prefill is None else self.links[self.by_name[prefill.incarnation]].endpoint
 
     def _submission(self, command: Submit) -> Submission:
+        submission = command.submission
         request = GenerationRequest(
-            request_id=command.key.request_id,
+            submission,
             fingerprint=b"",
-            input_ids=command.input_ids,
-            params=GenerationParams(command.sampling, command.stops),
-            priority=0,
+            input_ids=submission.input_ids,
             caller=ANYBODY,
-            namespace="",
-            marks=self.prefixes.marks_of(command.input_ids, ""),
+            marks=self.prefixes.marks_of(submission.input_ids, ""),
         )
-        return Submission(request, command.key.attempt, range(1), 0.0)
+        return Submission.of(request, command.key.attempt, range(1), 0.0)
 
     def take_step(self, worker: SimWorker, step: EngineOutputs) -> None:
         self.links[worker]._receive(ENGINE_OUTPUTS.to_message(step.packed()))
