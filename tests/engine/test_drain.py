@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.scheduler.commands import Inspect, RetractForDrain, Wake
-from kvrelay.engine.worker.quarantine import QuarantineLimit
+from kvrelay.engine.worker.worker import QuarantineLimit
 from kvrelay.wire.output import EndReason
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
