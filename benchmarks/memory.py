@@ -43,7 +43,7 @@ from kvrelay.deploy.load_generator.table import table
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Batch, Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape

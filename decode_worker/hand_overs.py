@@ -19,7 +19,7 @@ from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import PAGE_MISMATCHES, VERIFIED_PAGES
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over.states import DecodeState
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.hand_over import (
     Announce,
     Ask,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.mem_cache.account import Owner, Pages
+from kvrelay.mem_cache.account import NO_PAGE, Owner, Pages
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.leases.lease import LeaseState
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
 from kvrelay.mem_cache.leases.promises import Promises
 from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, PrefixIndex
+from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex
 from kvrelay.mem_cache.shape import CacheShape
 from kvrelay.wire.load import PoolCounts
 
@@ -74,8 +74,8 @@ class Audit:
         return PoolCounts(
             pool="rows",
             page_size=0,
-            total=self._rows.total,
-            free=len(self._rows.free_rows),
+            total=self._allocator.total_rows,
+            free=len(self._allocator.free_rows),
             held=len(self._leases.by_row) - allocator.session_rows,
             cached_evictable=0,
             cached_protected=0,
@@ -135,9 +135,9 @@ class Audit:
             promised = self._promises.totals[pool]
             if not 0 <= promised <= self._allocator.available(pool):
                 raise ConservationError(f"{promised} pages promised: {self._pool_counts(pool)}")
-        owned = len(self._rows.free_rows) + len(self._leases.by_row) + self._quarantined_rows()
-        if owned != self._rows.total:
-            raise ConservationError(f"{owned} of {self._rows.total}: {self.row_counts()}")
+        owned = len(self._allocator.free_rows) + len(self._leases.by_row) + self._quarantined_rows()
+        if owned != self._allocator.total_rows:
+            raise ConservationError(f"{owned} of {self._allocator.total_rows}: {self.row_counts()}")
 
     def _claimed_pages(self, pool: int) -> list[int]:
         """Count the pages of a pool that each `Owner` claims, in the order of `Owner`.
@@ -178,9 +178,10 @@ class Audit:
         """Raise `ConservationError` unless each row has one owner, and released leases none."""
         quarantine = self._allocator.quarantine
         quarantined = [entry.row for entry in quarantine if entry.row is not None]
-        rows = [*self._rows.free_rows, *self._leases.by_row, *quarantined]
-        if sorted(rows) != list(range(self._rows.total)):
-            raise ConservationError(f"of {self._rows.total} rows these are owned: {sorted(rows)}")
+        total = self._allocator.total_rows
+        rows = [*self._allocator.free_rows, *self._leases.by_row, *quarantined]
+        if sorted(rows) != list(range(total)):
+            raise ConservationError(f"of {total} rows these are owned: {sorted(rows)}")
         if self._rows.allocated[-1] or self._rows.states[-1]:
             raise ConservationError("something was done to a lease that was released")
 

@@ -28,12 +28,12 @@ from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
 from kvrelay.mem_cache.leases.promises import Promises
 from kvrelay.mem_cache.leases.publishing import Fork, PrefixSharing
-from kvrelay.mem_cache.leases.rows import Ints, Rows
+from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.leases.session_leases import SessionLeases
 from kvrelay.mem_cache.page_allocator import PageAllocator
 from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
 from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex, TokenIds
-from kvrelay.mem_cache.shape import CacheShape, PoolShape
+from kvrelay.mem_cache.shape import CacheShape, Ints, PoolShape
 from kvrelay.wire.load import PoolCounts
 
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
@@ -73,7 +73,7 @@ class KVCacheManager:
         self.index = index or NoPrefixIndex(page_size, [pool.window for pool in pools])
         rows = Rows(len(pools), total_rows, shape.pages_for(max_row_tokens))
         self.clock = clock
-        self._allocator = allocator = PageAllocator(pools, rows, self.index, clock)
+        self._allocator = allocator = PageAllocator(pools, total_rows, self.index, clock)
         self._promises = promises = Promises(shape, rows, allocator)
         self._leases = leases = LeaseTable(shape, rows, allocator, promises)
         self._lengths = lengths = LeaseLengths(shape, rows, allocator, promises)

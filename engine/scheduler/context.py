@@ -24,7 +24,7 @@ from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.host.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.publishing import PageCopy
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.wire.load import PeerTransport, PoolCounts, QuarantineState, WorkerLoad, sum_by_size
 from kvrelay.wire.output import (
     NO_TIMINGS,

@@ -15,9 +15,9 @@ from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.host.host_copies import Load
+from kvrelay.mem_cache.host.storage_tier import Prefetch
 from kvrelay.mem_cache.leases.lease import Lease
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
-from kvrelay.mem_cache.storage.storage_tier import Prefetch
 from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
 
 

@@ -17,8 +17,8 @@ from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import RETRACTIONS
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.leases.lease import Batch
-from kvrelay.mem_cache.leases.release import Outcome
-from kvrelay.mem_cache.leases.rows import Ints
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.shape import Ints
 from kvrelay.wire.output import NO_TIMINGS, PhaseTimings, RequestEnd, SampledToken
 from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 

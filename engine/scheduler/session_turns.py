@@ -19,12 +19,13 @@ from kvrelay.engine.scheduler.history_store import HistoryStore
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.account import NO_PAGE
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome
-from kvrelay.mem_cache.leases.session_memory import SessionMemory
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, TokenIds
+from kvrelay.mem_cache.prefix.prefix_index import TokenIds
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.session_memory import SessionMemory
 
 
 class SessionEnd(StrEnum):

@@ -9,8 +9,8 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request, StorageWait, TierLoad
 from kvrelay.mem_cache.host.host_copies import HostPrefix
 from kvrelay.mem_cache.host.host_tier import HostTier
+from kvrelay.mem_cache.host.storage_tier import StorageTier
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
-from kvrelay.mem_cache.storage.storage_tier import StorageTier
 
 RequestT = TypeVar("RequestT", bound=Request)
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from kvrelay.mem_cache.account import NO_PAGES, Pages
+from kvrelay.mem_cache.account import NO_PAGE, NO_PAGES, Pages
 from kvrelay.mem_cache.counts import TierCounts
 from kvrelay.mem_cache.host.host_copies import (
     CopyOrders,
@@ -32,7 +32,6 @@ from kvrelay.mem_cache.host.host_page import HostPage, HostPageState, HostPart
 from kvrelay.mem_cache.host.host_pages import HostPages
 from kvrelay.mem_cache.host.tier_copies import CopyEnded
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.wire.page_hash import HASH_BYTES
 

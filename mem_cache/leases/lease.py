@@ -26,9 +26,9 @@ import numpy as np
 from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
-from kvrelay.mem_cache.leases.rows import Ints, Rows
+from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.shape import CacheShape, Ints
 
 
 class LeaseState(IntEnum):
@@ -170,6 +170,10 @@ class Lease:
         first = max(self._rows.frontiers.item(pool, self.row), self.num_protected_pages)
         table = self._rows.page_tables[pool, self.row]
         return np.concatenate((table[first : self.num_pages], self._set_aside[pool]))
+
+    def all_own_pages(self) -> list[Pages]:
+        """Copy for each pool the page ids that this lease owns."""
+        return [self.own_pages(pool) for pool in self._shape.pool_numbers]
 
     def pages(self, pool: int = 0) -> Pages:
         """Copy a pool's page table in token order; -1 where a page has left the window."""

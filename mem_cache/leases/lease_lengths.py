@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrelay.mem_cache.account import Pages
+from kvrelay.mem_cache.account import NO_PAGE, Pages
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState, rows_of
 from kvrelay.mem_cache.leases.promises import Promises
-from kvrelay.mem_cache.leases.rows import Ints, Rows, ranges
+from kvrelay.mem_cache.leases.rows import Rows, ranges
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.shape import CacheShape, Ints
 
 _OPEN = LeaseState.OPEN.value
 

@@ -40,7 +40,7 @@ class LeaseTable:
     @property
     def num_free_rows(self) -> int:
         """The number of leases that could begin."""
-        return len(self._rows.free_rows)
+        return len(self._allocator.free_rows)
 
     @property
     def max_row_tokens(self) -> int:
@@ -67,7 +67,7 @@ class LeaseTable:
         lock: PrefixLock | None,
     ) -> Lease:
         """Begin a lease on a row, with the pages that `lock` locks. Row and pages must be free."""
-        rows, row = self._rows, self._rows.free_rows.pop()
+        rows, row = self._rows, self._allocator.take_row()
         lease = Lease(holder, row, rows, self._shape, namespace)
         self._by_row[row] = lease
         rows.states[row] = LeaseState.OPEN
@@ -83,14 +83,14 @@ class LeaseTable:
         if lease.state is LeaseState.CLOSED:
             return
         if lease.state is LeaseState.SAVED:
-            self._allocator.move_from_session(lease)
+            self._allocator.move_from_session(lease.holder, lease.all_own_pages())
         lease.move_to(LeaseState.CLOSED)
         self._promises.withdraw(lease.row)
 
     def end_lease(self, lease: Lease, pending: Sequence[Fence]) -> None:
         """Free all pages of a closed lease, its lock and its row once `pending` has passed."""
         lease.move_to(LeaseState.RELEASED)
-        owned = [lease.own_pages(pool) for pool in self._shape.pool_numbers]
+        owned = lease.all_own_pages()
         row = lease.leave_row()
         del self._by_row[row]
         self._allocator.free_after(pending, lease.holder, owned, row=row, lock=lease.prefix_lock)

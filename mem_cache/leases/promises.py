@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrelay.mem_cache.leases.rows import Ints, Rows
+from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.shape import CacheShape, Ints
 
 
 class Promises:
@@ -57,7 +57,7 @@ class Promises:
 
     def _count_room(self) -> tuple[int, ...]:
         pages = [self.unpromised(pool) for pool in self._shape.pool_numbers]
-        rows = len(self._rows.free_rows), self._allocator.session_rows
+        rows = len(self._allocator.free_rows), self._allocator.session_rows
         return (*rows, self._allocator.times_published, *pages)
 
     # What a lease needs

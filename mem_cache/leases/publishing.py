@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvrelay.mem_cache.account import NO_PAGE
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState
@@ -15,13 +16,7 @@ from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
 from kvrelay.mem_cache.leases.promises import Promises
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix.prefix_index import (
-    NO_PAGE,
-    Inserted,
-    PrefixIndex,
-    PrefixLock,
-    TokenIds,
-)
+from kvrelay.mem_cache.prefix.prefix_index import Inserted, PrefixIndex, PrefixLock, TokenIds
 from kvrelay.mem_cache.shape import CacheShape
 
 

@@ -7,20 +7,15 @@ them is a few numpy operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvrelay.mem_cache.account import Pages
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
-
-Ints = npt.NDArray[np.signedinteger[Any]]
-"""An array with one number a lease."""
+from kvrelay.mem_cache.account import NO_PAGE, Pages
+from kvrelay.mem_cache.shape import Ints
 
 
 class Rows:
-    """The lengths, promises and page tables of all leases, and the rows that are free.
+    """The lengths, promises and page tables of all leases.
 
     The last entry of each array, which -1 indexes, belongs to no lease and stays 0. A released
     lease has row -1, and so its lengths are 0.
@@ -32,12 +27,9 @@ class Rows:
     """
 
     def __init__(self, pools: int, total: int, row_pages: int) -> None:
-        self.total = total
         self.row_pages = row_pages
         self.times_cleared = 0
         """How often a row was taken from its lease."""
-        self.free_rows = list(range(total))[::-1]
-        """The rows that no lease has; the last is handed out next."""
         self.states = np.zeros(total + 1, np.uint8)
         """The `lease.LeaseState` of each row, ``[rows]``."""
         self.committed = np.zeros(total + 1, np.int64)

@@ -50,7 +50,7 @@ class SessionLeases:
         lease.move_to(LeaseState.SAVED)
         self._promises.withdraw(lease.row)
         self._allocator.free_after(pending, lease.holder, lease.drop_set_aside())
-        self._allocator.move_to_session(lease)
+        self._allocator.move_to_session(lease.holder, lease.all_own_pages())
 
     def borrow(
         self,
@@ -95,7 +95,7 @@ class SessionLeases:
             return False
         lease.move_to(LeaseState.OPEN)
         lease.holder = holder
-        self._allocator.move_from_session(lease)
+        self._allocator.move_from_session(lease.holder, lease.all_own_pages())
         self._lengths.trim(lease, prefix_len, pending)
         if fresh:
             self._replace_boundary(lease, kept - 1)

@@ -21,7 +21,7 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape

@@ -11,7 +11,7 @@ import pytest
 from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.session_memory import SessionMemory
+from kvrelay.mem_cache.session_memory import SessionMemory
 from tests.engine.test_sessions import walk
 
 SEEDS = (54, 67, *range(40))

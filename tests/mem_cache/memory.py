@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.mem_cache.fence import Fence, FenceKind, StepClock, StepFence
+from kvrelay.mem_cache.host.storage_tier import StorageTier
 from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState
 from kvrelay.mem_cache.leases.publishing import PageCopy
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.storage.storage_pages import StoreState
-from kvrelay.mem_cache.storage.storage_tier import StorageTier
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
 from tests.known import known

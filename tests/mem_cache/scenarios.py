@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.load import PoolCounts
 from tests.mem_cache.memory import Holder, Memory

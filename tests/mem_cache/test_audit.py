@@ -24,7 +24,7 @@ class Parts:
         self.shape = CacheShape((PoolShape("full", 16),), page_size=4, ahead=64)
         self.rows = Rows(1, 4, 16)
         self.index = RadixTree(4, [None])
-        self.allocator = PageAllocator(self.shape.pools, self.rows, self.index, time.monotonic)
+        self.allocator = PageAllocator(self.shape.pools, 4, self.index, time.monotonic)
         self.promises = Promises(self.shape, self.rows, self.allocator)
         self.leases = LeaseTable(self.shape, self.rows, self.allocator, self.promises)
         self.audit = Audit(
@@ -60,7 +60,7 @@ def test_audit_finds_a_page_in_two_tables():
 
 def test_audit_finds_a_lost_row():
     parts = Parts()
-    parts.rows.free_rows.pop()
+    parts.allocator.free_rows.pop()
     with pytest.raises(ConservationError, match="3 of 4"):
         parts.audit.check()
 

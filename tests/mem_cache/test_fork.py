@@ -10,7 +10,7 @@ import pytest
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.shape import PoolShape
 from tests.known import known
 from tests.mem_cache.memory import Holder, Memory

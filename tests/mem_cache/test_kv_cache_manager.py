@@ -9,8 +9,8 @@ from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Batch, LeaseState
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 
 

@@ -8,7 +8,7 @@ import pytest
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from tests.mem_cache.scenarios import (
     CACHED,
     TOKENS,

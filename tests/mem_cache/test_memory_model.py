@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.shape import PoolShape
 from tests.known import known
 from tests.mem_cache.memory import Holder, Memory

@@ -17,8 +17,8 @@ from kvrelay.mem_cache.host.host_pages import HostPages
 from kvrelay.mem_cache.host.host_tier import HostTier
 from kvrelay.mem_cache.host.tier_copies import CopyEnded, PageMoves
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.wire.page_hash import PageHashes
 from tests.known import known
 from tests.mem_cache.host_model import HostModel

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.audit import OwnerRun
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.scenarios import (
     OTHERS,
     TOKENS,

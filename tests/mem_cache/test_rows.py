@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrelay.mem_cache.errors import KVCacheError
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from tests.mem_cache.scenarios import (
     CACHED,
     OTHERS,

@@ -6,8 +6,8 @@ import pytest
 
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.leases.lease import LeaseState
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
-from kvrelay.mem_cache.leases.session_memory import SessionMemory
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.session_memory import SessionMemory
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (
     OTHERS,

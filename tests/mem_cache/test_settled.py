@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (
     CACHED,

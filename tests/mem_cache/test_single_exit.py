@@ -43,7 +43,7 @@ def users_of(*attributes: str) -> set[str]:
 
 # Attributes, and all files that may read one of them, but for those that define them.
 USERS = {
-    "free_lease": {"mem_cache/leases/release.py"},
+    "free_lease": {"mem_cache/release.py"},
     "end_lease": {MANAGER},
     "close_lease": {MANAGER},
     "begin_lease": {MANAGER, "mem_cache/leases/publishing.py"},
@@ -67,8 +67,8 @@ USERS = {
     "SAVED": {
         "mem_cache/audit.py",
         "mem_cache/leases/lease_table.py",
-        "mem_cache/leases/release.py",
-        "mem_cache/leases/session_memory.py",
+        "mem_cache/release.py",
+        "mem_cache/session_memory.py",
         "mem_cache/leases/session_leases.py",
     },
 }
@@ -122,7 +122,7 @@ def test_the_engine_releases_in_one_place():
         and node.func.id == "release_kv_cache"
     }
     leases_of_sessions_and_loads = {
-        "mem_cache/leases/session_memory.py",
+        "mem_cache/session_memory.py",
         "mem_cache/host/host_loads.py",
     }
     assert calls == {"engine/scheduler/context.py"} | leases_of_sessions_and_loads

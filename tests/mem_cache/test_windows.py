@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.shape import PoolShape
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (

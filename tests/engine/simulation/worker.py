@@ -34,7 +34,7 @@ from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
 from kvrelay.mem_cache.storage.storage_pages import PageStore, StoreState
-from kvrelay.mem_cache.storage.storage_tier import StorageTier
+from kvrelay.mem_cache.host.storage_tier import StorageTier
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.model_digest import NO_MODEL

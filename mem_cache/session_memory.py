@@ -21,12 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrelay.mem_cache.account import NO_PAGE
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.kv_cache_manager import NO_TOKENS, KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, TokenIds
+from kvrelay.mem_cache.prefix.prefix_index import TokenIds
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 
 
 @dataclass(slots=True)
