@@ -12,11 +12,7 @@ from kvrelay.mem_cache.account import NO_PAGE, Owner, Pages
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.leases.lease import LeaseState
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
-from kvrelay.mem_cache.leases.promises import Promises
-from kvrelay.mem_cache.leases.rows import Rows
-from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.leases.ledger import Ledger
 from kvrelay.wire.load import PoolCounts
 
 Bools = npt.NDArray[np.bool_]
@@ -37,29 +33,17 @@ class Audit:
     """The audit: counts pages and rows by owner, and compares both accounts. It changes nothing.
 
     Args:
-        shape: of the cache.
-        rows: the rows, each of which has one owner.
-        index: the prefix index.
-        allocator: knows the owner of each page.
-        promises: knows how many pages are promised.
+        ledger: of the cache.
         leases: all of them.
     """
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        rows: Rows,
-        index: PrefixIndex,
-        allocator: PageAllocator,
-        promises: Promises,
-        leases: LeaseTable,
-    ) -> None:
-        self._pools = shape.pool_numbers
-        self._page_size = shape.page_size
-        self._rows = rows
-        self._index = index
-        self._allocator = allocator
-        self._promises = promises
+    def __init__(self, ledger: Ledger, leases: LeaseTable) -> None:
+        self._pools = ledger.shape.pool_numbers
+        self._page_size = ledger.shape.page_size
+        self._rows = ledger.rows
+        self._index = ledger.index
+        self._allocator = ledger.allocator
+        self._promises = ledger.promises
         self._leases = leases
 
     # Counts
@@ -83,6 +67,10 @@ class Audit:
             quarantined=self._quarantined_rows(),
             promised=0,
         )
+
+    def counts(self) -> tuple[PoolCounts, ...]:
+        """List the counts of every pool's pages, and last of the rows."""
+        return (*self.page_counts(), self.row_counts())
 
     def _quarantined_rows(self) -> int:
         return sum([entry.row is not None for entry in self._allocator.quarantine])

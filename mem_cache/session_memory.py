@@ -2,32 +2,35 @@
 
 ::
 
-    (none) -- save --> IDLE -- borrow --> LENT -- save, or roll_back --> IDLE
+    (none) -- keep --> IDLE -- borrow --> LENT -- keep, or roll_back --> IDLE
                         |                  | \\-- forget: the turn's memory is gone -> (none)
                         |                  |
-                      close, expire      close --> CLOSING -- save, roll_back or forget --> (none)
+                   close, evict          close --> CLOSING -- keep, roll_back or forget --> (none)
 
-A lent session's memory is its turn's, and is counted there once. Whatever ends
-a session releases its lease, through `release_kv_cache` like everything else:
-what was written goes to the prefix index, where the next turn may still find it.
+A lent session's memory is its turn's, and is counted there once. At a turn's end, `keep`,
+`roll_back` and `forget` say how `release_kv_cache` has to release the turn's lease: `SAVED` leaves
+it to the session. An idle session's lease is released here, and what was written goes to the prefix
+index, where the next turn may still find it.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from kvrelay.mem_cache.account import NO_PAGE
 from kvrelay.mem_cache.errors import KVCacheError
+from kvrelay.mem_cache.fair_shares import FairShares
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.kv_cache_manager import NO_TOKENS, KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 @dataclass(slots=True)
@@ -35,95 +38,60 @@ class _Session:
     """The memory of one conversation."""
 
     lease: Lease
-    fences: tuple[Fence, ...]
-    """The fences of the last turn, which may still read or write it."""
-    idle_since: float
+    owner: str
     token_ids: TokenIds
     """The tokens whose KV is written."""
     prefix_len: int = 0
     """The tokens that its running turn began with."""
     closing: bool = False
-    owner: str = ""
-    """The owner of the session: see `SessionMemory.evict_oldest`."""
 
     @property
     def lent(self) -> bool:
         return self.lease.state is not LeaseState.SAVED
 
 
-class SessionMemory:
-    """The sessions of one worker. Only the engine thread may call it.
+class SessionMemory(Generic[KeyT]):
+    """The sessions of one worker, by their names. Only the engine thread may call it.
 
     Misuse (a session that is unknown, or lent already) raises `KVCacheError`.
 
     Args:
         kv_cache: has their memory.
-        clock: seconds, monotonic; measures how long sessions are idle.
     """
 
-    def __init__(
-        self, kv_cache: KVCacheManager, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
-        self._clock = clock
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[KeyT, _Session] = {}
+        self._idle_tokens: FairShares[KeyT] = FairShares()
         self.locked_pages = 0
         """The number of the index's pages, of the first pool, that idle sessions lock."""
-        self._locks = np.zeros(kv_cache.audit.page_counts()[0].total, np.int32)
+        self._locks = np.zeros(kv_cache.shape.pools[0].total_pages, np.int32)
         """The number of idle sessions that lock each page of the first pool."""
 
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._sessions
+    def __contains__(self, name: KeyT) -> bool:
+        return name in self._sessions
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def token_ids(self, session_id: str) -> TokenIds | None:
+    def __iter__(self) -> Iterator[KeyT]:
+        return iter(list(self._sessions))
+
+    def token_ids(self, name: KeyT) -> TokenIds | None:
         """Get the tokens whose KV an idle session has; None: it is lent, or not known."""
-        session = self._sessions.get(session_id)
+        session = self._sessions.get(name)
         return None if session is None or session.lent else session.token_ids
 
-    def can_go_back(self, session_id: str, prefix_len: int) -> bool:
+    def can_go_back(self, name: KeyT, prefix_len: int) -> bool:
         """Whether an idle session can be lent with its first `prefix_len` tokens."""
-        lease = self._idle(session_id).lease
+        lease = self._idle(name).lease
         return 0 < prefix_len <= lease.kv_committed_len and lease.can_go_back(prefix_len)
 
-    def save(
-        self,
-        session_id: str,
-        lease: Lease,
-        fences: Iterable[Fence] = (),
-        token_ids: TokenIds = NO_TOKENS,
-        owner: str = "",
-    ) -> Outcome:
-        """Give the lease of a turn that ended well to its session. Makes the session if it is new.
-
-        Args:
-            session_id: any string.
-            lease: open; of the turn.
-            fences: what may still read or write its pages.
-            token_ids: the tokens whose KV is written.
-            owner: of the session.
-
-        Returns:
-            How the turn's memory was released: it was saved.
-        """
-        session = self._sessions.get(session_id)
-        if session is not None and session.lease is not lease:
-            raise KVCacheError(f"session {session_id}: {lease!r} is not what was lent")
-        before = () if session is None else session.fences
-        pending = tuple(fence for fence in (*before, *fences) if not fence.passed())
-        release_kv_cache(self._kv_cache, lease, Outcome.SAVED, fences=pending)
-        closing = session is not None and session.closing
-        self._sessions[session_id] = _Session(lease, pending, self._clock(), token_ids, owner=owner)
-        self._note_locks(lease, 1)
-        if closing:
-            self._release(session_id)
-        return Outcome.SAVED
+    # A turn begins
 
     def borrow(
         self,
-        session_id: str,
+        name: KeyT,
         holder: str,
         prefix_len: int,
         promised_tokens: int,
@@ -133,89 +101,101 @@ class SessionMemory:
     ) -> Lease | None:
         """Lend the session's lease to its next turn. Returns `None` if memory is short: try again.
 
-        `SessionLeases.borrow` describes the fate of the pages.
+        `LeaseTable.borrow` describes the fate of the pages.
         """
-        session = self._idle(session_id)
-        lent = self._kv_cache.sessions.borrow(
+        session = self._idle(name)
+        lent = self._kv_cache.leases.borrow(
             session.lease,
             holder,
             prefix_len,
             promised_tokens,
             fresh_boundary=fresh_boundary,
-            pending=[fence for fence in session.fences if not fence.passed()],
             headroom=headroom,
         )
         if not lent:
             return None
+        self._idle_tokens.remove(name)
         self._note_locks(session.lease, -1)
         session.prefix_len = prefix_len
         return session.lease
 
-    def roll_back(self, session_id: str, fences: Iterable[Fence] = ()) -> bool:
+    def is_closing(self, name: KeyT) -> bool:
+        """Whether a lent session was closed, and is gone when its turn ends."""
+        session = self._sessions.get(name)
+        return session is not None and session.closing
+
+    # A turn ends. Each returns how the caller has to release the turn's lease
+
+    def keep(
+        self, name: KeyT, lease: Lease, token_ids: TokenIds = NO_TOKENS, owner: str = ""
+    ) -> Outcome:
+        """Keep the lease of a turn that ended well. Makes the session if it is new.
+
+        Args:
+            name: of the session.
+            lease: open; of the turn.
+            token_ids: the tokens whose KV is written.
+            owner: of the session, for its share of all idle tokens.
+
+        Returns:
+            `SAVED`; `FINISHED` if the session was closed meanwhile, and is gone.
+        """
+        session = self._sessions.get(name)
+        if session is not None and session.lease is not lease:
+            raise KVCacheError(f"session {name}: {lease!r} is not what was lent")
+        if session is not None and session.closing:
+            del self._sessions[name]
+            return Outcome.FINISHED
+        self._sessions[name] = _Session(lease, owner, token_ids)
+        self._idle_tokens.add(name, owner, lease.kv_committed_len)
+        self._note_locks(lease, 1)
+        return Outcome.SAVED
+
+    def roll_back(self, name: KeyT, fences: Sequence[Fence] = ()) -> Outcome:
         """Restore the session, after a failed turn, to what it was when the turn began.
 
-        Returns `False` if a window has moved on or the turn has published. Then its memory is
-        released, and the next turn begins without.
+        Args:
+            name: of the session, which is lent.
+            fences: what may still read or write the turn's pages.
+
+        Returns:
+            See `keep`; `ABORTED` if a window has moved on or the turn has published. Then the
+            session is gone, and the next turn begins without.
         """
-        session = self._lent(session_id)
-        fences = tuple(fences)
-        if not session.lease.can_go_back(session.prefix_len):
-            self.forget(session_id, fences)
-            return False
-        pending = [fence for fence in (*session.fences, *fences) if not fence.passed()]
-        self._kv_cache.sessions.roll_back(session.lease, session.prefix_len, pending)
-        kept = session.token_ids[: session.prefix_len]
-        self.save(session_id, session.lease, pending, kept, session.owner)
-        return True
+        session = self._lent(name)
+        lease, prefix_len = session.lease, session.prefix_len
+        if not lease.can_go_back(prefix_len):
+            return self.forget(name)
+        self._kv_cache.leases.roll_back(lease, prefix_len, fences)
+        return self.keep(name, lease, session.token_ids[:prefix_len], session.owner)
 
-    def forget(self, session_id: str, fences: Iterable[Fence] = ()) -> None:
-        """Release the memory of an aborted turn, so that the next one begins without any.
+    def forget(self, name: KeyT) -> Outcome:
+        """Forget a lent session, so that its next turn begins without any memory."""
+        self._lent(name)
+        del self._sessions[name]
+        return Outcome.ABORTED
 
-        It is done here, because only the session knows which fences the previous turn left.
-        """
-        session = self._lent(session_id)
-        del self._sessions[session_id]
-        fences = (*session.fences, *fences)
-        release_kv_cache(self._kv_cache, session.lease, Outcome.ABORTED, fences=fences)
+    # A session ends
 
-    def close(self, session_id: str) -> None:
+    def close(self, name: KeyT) -> None:
         """End a session: now, or when its running turn has ended."""
-        session = self._sessions.get(session_id)
+        session = self._sessions.get(name)
         if session is None:
-            raise KVCacheError(f"session {session_id} is not known")
+            raise KVCacheError(f"session {name} is not known")
         if session.lent:
             session.closing = True
         else:
-            self._release(session_id)
-
-    def expire(self, idle_seconds: float) -> list[str]:
-        """End the sessions that have been idle for `idle_seconds`. Returns their ids."""
-        limit = self._clock() - idle_seconds
-        expired = [name for name, one in self._sessions.items() if self._is_idle_since(one, limit)]
-        for name in expired:
             self._release(name)
-        return expired
 
-    def evict_oldest(self, last: str = "") -> str | None:
+    def evict_oldest(self, last: KeyT | None = None) -> KeyT | None:
         """End the session that has been idle the longest, to make room; never one that is lent.
 
         First come sessions of owners above their share: they keep more idle tokens than an equal
         part of all. Session `last` comes after all others.
         """
-        idle = {name: one for name, one in self._sessions.items() if not one.lent}
-        if not idle:
-            return None
-        kept: Counter[str] = Counter()
-        for one in idle.values():
-            kept[one.owner] += one.lease.kv_committed_len
-        share = kept.total() / len(kept)
-
-        def order(name: str) -> tuple[bool, bool, float, str]:
-            one = idle[name]
-            return (name == last, kept[one.owner] <= share, one.idle_since, name)
-
-        name = min(idle, key=order)
-        self._release(name)
+        name = self._idle_tokens.first_to_go(last)
+        if name is not None:
+            self._release(name)
         return name
 
     def count_reclaimable(self) -> list[int]:
@@ -231,6 +211,8 @@ class SessionMemory:
             for pool in self._kv_cache.shape.pool_numbers
         ]
 
+    # Inside
+
     def _note_locks(self, lease: Lease, change: int) -> None:
         """Note that a lease has become idle (1), or is no longer idle (-1)."""
         pages = lease.pages()[: lease.num_protected_pages]
@@ -239,31 +221,24 @@ class SessionMemory:
         self._locks[pages] += change
         self.locked_pages += int(np.count_nonzero(self._locks[pages]) - before)
 
-    @staticmethod
-    def _is_idle_since(session: _Session, limit: float) -> bool:
-        return not session.lent and session.idle_since <= limit
-
-    def _idle(self, session_id: str) -> _Session:
-        session = self._sessions.get(session_id)
+    def _idle(self, name: KeyT) -> _Session:
+        session = self._sessions.get(name)
         if session is None or session.lent:
             what = "is not known" if session is None else "is lent to a turn"
-            raise KVCacheError(f"session {session_id} {what}")
+            raise KVCacheError(f"session {name} {what}")
         return session
 
-    def _lent(self, session_id: str) -> _Session:
-        session = self._sessions.get(session_id)
+    def _lent(self, name: KeyT) -> _Session:
+        session = self._sessions.get(name)
         if session is None or not session.lent:
             what = "is not known" if session is None else "is not lent"
-            raise KVCacheError(f"session {session_id} {what}")
+            raise KVCacheError(f"session {name} {what}")
         return session
 
-    def _release(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id)
+    def _release(self, name: KeyT) -> None:
+        session = self._sessions.pop(name)
+        self._idle_tokens.remove(name)
         self._note_locks(session.lease, -1)
         release_kv_cache(
-            self._kv_cache,
-            session.lease,
-            Outcome.FINISHED,
-            token_ids=session.token_ids,
-            fences=session.fences,
+            self._kv_cache, session.lease, Outcome.FINISHED, token_ids=session.token_ids
         )

@@ -82,7 +82,7 @@ class SchedulerContext(Generic[RequestT]):
         self.links: list[RouterLink] = []
         self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
         """The reports to routers of what the prefix index has."""
-        self.sessions = SessionTurns(kv_cache, metrics, self.faults)
+        self.session_turns = SessionTurns(kv_cache, metrics, self.faults)
         """The KV that sessions keep between their turns."""
         self.progress = ProgressReports()
         """The progress reports to routers that watch their requests."""
@@ -167,7 +167,7 @@ class SchedulerContext(Generic[RequestT]):
             fresh_boundary: whether its session must lend whole pages only, because a read will
                 write the next page from its start.
         """
-        request.lease = self.sessions.open(
+        request.lease = self.session_turns.open(
             request, known_tokens, headroom, fresh_boundary=fresh_boundary
         )
         if request.lease is None:
@@ -184,14 +184,16 @@ class SchedulerContext(Generic[RequestT]):
         The request goes on, with the same pages. Nothing that still runs reads earlier tokens than
         those that come next.
         """
-        self.kv_cache.publish_settled(request.held, request.input_ids[: request.kv_written_len])
+        self.kv_cache.sharing.publish_settled(
+            request.held, request.input_ids[: request.kv_written_len]
+        )
 
     def publish_input(self, request: RequestT) -> None:
         """Give the whole pages of a request's input to the prefix index, and free duplicates.
 
         All of the input is written, and nothing reads its pages yet.
         """
-        self.kv_cache.publish(request.held, request.input_ids)
+        self.kv_cache.sharing.publish(request.held, request.input_ids)
 
     def rekey_to_choice(self, request: RequestT, choice: int) -> None:
         """Make a request that stood for several choices stand for one of them."""
@@ -208,10 +210,12 @@ class SchedulerContext(Generic[RequestT]):
         copied = StepFence(self.steps, self.steps.launched + 1)
         holders = [str(other.key) for other in others]
         input_ids, length = request.input_ids, request.input_len
-        fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
+        fork = self.kv_cache.sharing.fork(request.held, holders, input_ids, length, copied=copied)
         can_help = fork is None and self._can_fork_without_sessions(length, len(others))
-        while fork is None and can_help and self.sessions.evict_oldest():
-            fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
+        while fork is None and can_help and self.session_turns.evict_oldest():
+            fork = self.kv_cache.sharing.fork(
+                request.held, holders, input_ids, length, copied=copied
+            )
         if fork is None:
             return False
         for other, lease in zip(others, fork.leases, strict=True):
@@ -221,11 +225,11 @@ class SchedulerContext(Generic[RequestT]):
 
     def _can_fork_without_sessions(self, length: int, number: int) -> bool:
         """Whether `number` more choices of `length` tokens would fit if all idle sessions ended."""
-        if not len(self.sessions):
+        if not len(self.session_turns):
             return False
         shape = self.kv_cache.shape
         own = shape.pages_for(length) - length // shape.page_size
-        return self.sessions.can_make_room([number * own] * len(shape.pools), number)
+        return self.session_turns.can_make_room([number * own] * len(shape.pools), number)
 
     def take_copies(self) -> list[PageCopy]:
         """Take the page copies that the next forward must make first."""
@@ -327,13 +331,12 @@ class SchedulerContext(Generic[RequestT]):
         fences = [StepFence(self.steps, request.last_step), *fences]
         # Only written tokens are published: what a forward still writes is not.
         tokens = np.asarray(request.token_ids(0, request.kv_written_len), np.int32)
-        released = self.sessions.end_turn(request, outcome, tokens, fences)
-        if released is None and release_kv_cache(
-            self.kv_cache, request.lease, outcome, token_ids=tokens, fences=fences
+        released = self.session_turns.end_turn(request, outcome, tokens, fences)
+        if release_kv_cache(
+            self.kv_cache, request.lease, released, token_ids=tokens, fences=fences
         ):
-            released = outcome
-        if released is not None:
-            self.metrics.count(RELEASES, outcome=released.value)
+            why = released if outcome is Outcome.FINISHED else outcome
+            self.metrics.count(RELEASES, outcome=why.value)
 
     def measure_load(
         self,
@@ -364,15 +367,15 @@ class SchedulerContext(Generic[RequestT]):
             draining=self.draining,
             peers=tuple(peers),
             quarantine=self._quarantine(),
-            session_locked_tokens=self.sessions.locked_tokens,
+            session_locked_tokens=self.session_turns.locked_tokens,
             storage_error=self._storage_error(),
         )
 
     def _pool_counts(self) -> tuple[PoolCounts, ...]:
         """Count the pages of every pool, the host's after the device's, and last the rows."""
         if self.host_tier is None:
-            return self.kv_cache.counts()
-        *device, rows = self.kv_cache.counts()
+            return self.kv_cache.audit.counts()
+        *device, rows = self.kv_cache.audit.counts()
         return (*self.host_tier.pool_counts(device), rows)
 
     def _storage_error(self) -> str:
@@ -383,7 +386,7 @@ class SchedulerContext(Generic[RequestT]):
         now = self.kv_cache.clock()
         return tuple(
             QuarantineState(kind.value, found.pages, int(now - found.since))
-            for kind, found in self.kv_cache.quarantine_counts().items()
+            for kind, found in self.kv_cache.allocator.quarantine_counts().items()
         )
 
     @property
@@ -407,7 +410,7 @@ class SchedulerContext(Generic[RequestT]):
         for link in self.links:
             outputs = tuple(self._outputs.pop(link, ()))
             first, *rest = prefixes.get(link, (None,))
-            ended, progress = self.sessions.take_ended(link), self.progress.of(link)
+            ended, progress = self.session_turns.take_ended(link), self.progress.of(link)
             if outputs or changed or first or ended or progress:
                 news = EngineOutputs(
                     outputs,

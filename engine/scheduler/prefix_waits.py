@@ -70,7 +70,7 @@ class PrefixWaits(Generic[RequestT]):
             known_tokens: tokens of its input that may come from the prefix index.
             leaders: the requests that it may wait for.
         """
-        if not self._bound or self._context.sessions.has_kv_of(request):
+        if not self._bound or self._context.session_turns.has_kv_of(request):
             return False
         now = time.monotonic()
         before, token_ids = request.prefix_wait, request.input_ids[:known_tokens]

@@ -65,7 +65,7 @@ class TierLoads(Generic[RequestT]):
         """Begin to bring a request's pages from storage to the host, once."""
         if self._tier is None or self._storage is None or request.storage_asked:
             return
-        if not known_tokens or self._context.sessions.has_kv_of(request):
+        if not known_tokens or self._context.session_turns.has_kv_of(request):
             return
         request.storage_asked = True
         token_ids = request.input_ids[:known_tokens]
@@ -93,7 +93,7 @@ class TierLoads(Generic[RequestT]):
             known_tokens: tokens of its input that may come from a cache.
             headroom: returns the pages of each pool that must stay free for others.
         """
-        if self._tier is None or self._context.sessions.has_kv_of(request):
+        if self._tier is None or self._context.session_turns.has_kv_of(request):
             return False
         if self._waits_for_storage(request, known_tokens):
             return True
@@ -206,7 +206,7 @@ class TierLoads(Generic[RequestT]):
             return None
         spare = headroom() or [0] * len(kv_cache.shape.pools)
         begun = self._load(tier, request, found, seconds, spare)
-        sessions = self._context.sessions
+        sessions = self._context.session_turns
         can_help = begun is None and len(sessions) > 0
         if can_help and sessions.fits_without_sessions(request, known_tokens, spare):
             begun = self._load_in_their_room(tier, request, token_ids, spare)
@@ -242,7 +242,7 @@ class TierLoads(Generic[RequestT]):
         no longer than for computing that.
         """
         begun = None
-        while begun is None and self._context.sessions.evict_oldest():
+        while begun is None and self._context.session_turns.evict_oldest():
             found = tier.loads.find(token_ids, request.namespace, request.tier_keys)
             if found is None:
                 return None

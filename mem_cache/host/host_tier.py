@@ -92,7 +92,7 @@ class HostTier:
         self._writes = HostWrites(*shared)
         self.loads = HostLoads(*shared, speed)
         """The loads that come back to the device."""
-        kv_cache.count_allocations()
+        kv_cache.allocator.count_allocations()
         log.attach(self)
 
     # What the prefix index tells

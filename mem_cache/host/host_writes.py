@@ -112,7 +112,7 @@ class HostWrites:
 
     def _is_short(self) -> bool:
         """Whether less than half of a pool is free."""
-        return any(2 * pool.free < pool.total for pool in self._kv_cache.page_counts())
+        return any(2 * pool.free < pool.total for pool in self._kv_cache.audit.page_counts())
 
     def _write(self, node: RadixNode) -> bool:
         """Begin to copy the pages of a node, and of those above it, that the host lacks.
@@ -197,14 +197,14 @@ class HostWrites:
         if not taken and not any(parts.values()):
             return
         where = tuple(device_pages)
-        times = tuple(self._kv_cache.times_allocated(*each) for each in enumerate(where))
+        times = tuple(self._kv_cache.allocator.times_allocated(*each) for each in enumerate(where))
         nbytes = self._bytes.of(len(taken), {pool: len(some) for pool, some in parts.items()})
         number = self._orders.start(True, where, taken, parts)
         self._running[number] = HostWrite(node, taken, parts, where, times, nbytes)
 
     def _end(self, write: HostWrite, ended: CopyEnded) -> None:
         valid = [
-            (self._kv_cache.times_allocated(pool, pages) == times) & (not ended.error)
+            (self._kv_cache.allocator.times_allocated(pool, pages) == times) & (not ended.error)
             for pool, (pages, times) in enumerate(
                 zip(write.device_pages, write.times_allocated, strict=True)
             )

@@ -10,14 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrelay.mem_cache.account import NO_PAGE, Pages
+from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState, rows_of
-from kvrelay.mem_cache.leases.promises import Promises
-from kvrelay.mem_cache.leases.rows import Rows, ranges
-from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.shape import CacheShape, Ints
+from kvrelay.mem_cache.leases.ledger import Ledger
+from kvrelay.mem_cache.shape import Ints
 
 _OPEN = LeaseState.OPEN.value
 
@@ -36,19 +34,14 @@ class LeaseLengths:
     """The lengths of open leases, whose pages are allocated and freed accordingly.
 
     Args:
-        shape: of the cache.
-        rows: has the lengths and page tables.
-        allocator: of the pages.
-        promises: the pages that leases take first when they grow.
+        ledger: of the cache.
     """
 
-    def __init__(
-        self, shape: CacheShape, rows: Rows, allocator: PageAllocator, promises: Promises
-    ) -> None:
-        self._shape = shape
-        self._rows = rows
-        self._allocator = allocator
-        self._promises = promises
+    def __init__(self, ledger: Ledger) -> None:
+        self._shape = ledger.shape
+        self._rows = ledger.rows
+        self._allocator = ledger.allocator
+        self._promises = ledger.promises
 
     def grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
         """Raise `kv_allocated_len` of every lease to its number of tokens, all or nothing."""
@@ -60,7 +53,7 @@ class LeaseLengths:
             holders = [leases[one].holder for one in growing.tolist()]
             if not self._append_pages(holders, rows[growing], has[growing], needs[growing]):
                 return False
-        self._rows.allocated[rows] = np.maximum(goals, allocated)
+        self._rows.set_allocated(rows, np.maximum(goals, allocated))
         return True
 
     def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
@@ -76,9 +69,10 @@ class LeaseLengths:
         rows = self._open_rows(leases, "commit")
         goals = _one_each(tokens, leases)
         wrong = (goals < self._rows.committed[rows]) | (goals > self._rows.allocated[rows])
-        for one in np.flatnonzero(wrong).tolist():
+        if np.count_nonzero(wrong):
+            one = int(np.flatnonzero(wrong)[0])
             raise KVCacheError(f"commit of {goals[one]} tokens to {leases[one]!r}")
-        self._rows.committed[rows] = goals
+        self._rows.set_committed(rows, goals)
 
     def slide(self, leases: Sequence[Lease], positions: Sequence[int] | Ints) -> None:
         """Free the pages of window pools that no token from each lease's position on sees."""
@@ -99,10 +93,9 @@ class LeaseLengths:
         if tokens < lease.cache_protected_len:
             raise KVCacheError(f"trim of {lease!r} to {tokens} tokens")
         kept, row = self._shape.pages_for(tokens), lease.row
-        tails = self._cut_tables(lease, kept)
-        page_size = self._shape.page_size
-        self._rows.allocated[row] = min(lease.kv_allocated_len, kept * page_size)
-        self._rows.committed[row] = min(lease.kv_committed_len, tokens)
+        tails = self._rows.cut(row, kept)
+        self._rows.set_committed(row, min(lease.kv_committed_len, tokens))
+        self._rows.set_allocated(row, min(lease.kv_allocated_len, kept * self._shape.page_size))
         self._allocator.free_after(pending, lease.holder, tails)
         if not pending:
             for pool, pages in enumerate(tails):
@@ -141,8 +134,7 @@ class LeaseLengths:
         for pool, (first, number, promised) in enumerate(missing):
             shares = list(zip(holders, number.tolist(), strict=True))
             pages = self._allocator.allocate(pool, shares)
-            slots = np.repeat(rows, number), ranges(first, number)
-            self._rows.page_tables[pool][slots] = pages
+            self._rows.put_pages(pool, rows, first, number, pages)
             self._promises.use(pool, rows, promised)
         return True
 
@@ -167,34 +159,22 @@ class LeaseLengths:
         A lease whose window has passed all that it locks in this pool locks it no longer.
         """
         holders = [lease.holder for lease in leases]
-        table = self._rows.page_tables[pool]
         before = self._rows.frontiers[pool, rows]
         protected = self._rows.protected[rows] // self._shape.page_size
         end = np.minimum(frontiers, self._shape.pages_for(self._rows.allocated[rows]))
-        self._rows.frontiers[pool, rows] = frontiers
+        self._rows.set_frontiers(pool, rows, frontiers)
         unlisted = np.maximum(np.minimum(protected, end) - before, 0)
         if np.count_nonzero(unlisted):
-            table[np.repeat(rows, unlisted), ranges(before, unlisted)] = NO_PAGE
+            self._rows.take_pages(pool, rows, before, unlisted)
         first = np.maximum(before, protected)
         freed = np.maximum(end - first, 0)
-        slots = np.repeat(rows, freed), ranges(first, freed)
-        self._allocator.free(pool, list(zip(holders, freed.tolist(), strict=True)), table[slots])
-        table[slots] = NO_PAGE
+        pages = self._rows.take_pages(pool, rows, first, freed)
+        self._allocator.free(pool, list(zip(holders, freed.tolist(), strict=True)), pages)
         self._promises.renew(pool, rows, freed)
         for one in np.flatnonzero((before < protected) & (protected <= frontiers)).tolist():
             lock = leases[one].prefix_lock
             assert lock is not None, "pages are protected without a lock"
             leases[one].narrow(self._allocator.unlock_pool(lock, pool))
-
-    def _cut_tables(self, lease: Lease, kept: int) -> list[Pages]:
-        """Take all but the first `kept` pages from a lease's tables. Returns them by pool."""
-        tails = []
-        tables = self._rows.page_tables[:, lease.row]
-        for table, first in zip(tables, lease.first_pages, strict=True):
-            tail = slice(max(kept, first), lease.num_pages)
-            tails.append(table[tail].copy())
-            table[tail] = NO_PAGE
-        return tails
 
 
 def _one_each(numbers: Sequence[int] | Ints, leases: Sequence[Lease]) -> Ints:

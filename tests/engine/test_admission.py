@@ -12,6 +12,7 @@ from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
 from tests.known import known
@@ -94,8 +95,7 @@ def test_a_misfit_is_bypassed_so_many_times_and_no_more():
     assert let_in == small[:3]
     assert list(admit_in_turn(account, [large, *small[3:]], fits.__contains__, 3)) == []
     everyone = {large, *small}
-    account.close(held)
-    account.free_lease(held, [])
+    release_kv_cache(account, held, Outcome.ABORTED)
     waiting = [large, *small[3:]]
     assert list(admit_in_turn(account, waiting, everyone.__contains__, 3)) == waiting
 
@@ -111,8 +111,7 @@ def test_who_was_refused_is_not_asked_again_until_there_is_room():
     for _ in range(3):
         assert list(admit_in_turn(account, waiting, refuse, 3)) == []
     assert len(asked) == 1
-    account.close(held)
-    account.free_lease(held, [])
+    release_kv_cache(account, held, Outcome.ABORTED)
     assert list(admit_in_turn(account, waiting, refuse, 3)) == []
     assert len(asked) == 2
 

@@ -169,14 +169,18 @@ class Memory:
         self.others.append(flight)
 
     def publish(self, holder: Holder) -> None:
-        self.kv_cache.publish(holder.lease, holder.ids(holder.written), self.readers(holder))
+        self.kv_cache.sharing.publish(
+            holder.lease, holder.ids(holder.written), self.readers(holder)
+        )
 
     def publish_settled(self, holder: Holder) -> bool:
         """What is written; the lease goes on, and whoever reads its pages does not notice."""
         before = [holder.lease.pages(pool) for pool in range(len(self.contents))]
         # An earlier turn's forward may still read what no token of this one sees.
         readers = self.readers(holder) if holder.borrowed is not None else []
-        published = self.kv_cache.publish_settled(holder.lease, holder.ids(holder.written), readers)
+        published = self.kv_cache.sharing.publish_settled(
+            holder.lease, holder.ids(holder.written), readers
+        )
         for pool, table in enumerate(before):
             now = holder.lease.pages(pool)
             kept = (now == table) | (now < 0)
@@ -223,13 +227,12 @@ class Memory:
     def borrow(
         self, holder: Holder, prefix_len: int, promised: int, *, fresh_boundary: bool = False
     ) -> bool:
-        lent = self.kv_cache.sessions.borrow(
+        lent = self.kv_cache.leases.borrow(
             holder.lease,
             holder.lease.holder + "'",
             prefix_len,
             promised,
             fresh_boundary=fresh_boundary,
-            pending=self.pending(holder),
         )
         if lent:
             self.saved.remove(holder)
@@ -242,7 +245,7 @@ class Memory:
         """The turn fails; what it began with is there as before."""
         for peer in holder.peers:
             self.end(peer)
-        self.kv_cache.sessions.roll_back(holder.lease, known(holder.borrowed), self.pending(holder))
+        self.kv_cache.leases.roll_back(holder.lease, known(holder.borrowed), self.pending(holder))
         holder.written = known(holder.borrowed)
         self.save(holder)
 
@@ -257,7 +260,7 @@ class Memory:
         """Open leases of the same tokens so far; launch the forward that copies, if any is to."""
         length = holder.written
         self.opened += number
-        forked = self.kv_cache.fork(
+        forked = self.kv_cache.sharing.fork(
             holder.lease,
             [f"r{self.opened - one}" for one in range(number)],
             holder.ids(length),
@@ -316,7 +319,7 @@ class Memory:
             flight.holder.written = flight.end
 
     def reclaim(self) -> None:
-        self.kv_cache.reclaim()
+        self.kv_cache.allocator.reclaim()
 
     # What must hold
 
@@ -406,7 +409,7 @@ class Memory:
                 self.store.advance()
         self.reclaim()
         self.check()
-        for pool, counts in enumerate(self.kv_cache.page_counts()):
+        for pool, counts in enumerate(self.kv_cache.audit.page_counts()):
             assert counts.free + counts.cached_evictable == counts.total
             assert counts.promised == 0
             assert self.kv_cache.index.evictable(pool) == self.kv_cache.index.size(pool)

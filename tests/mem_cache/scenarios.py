@@ -83,7 +83,9 @@ def holding(
 
 def publish(memory: Memory, holder: Holder) -> None:
     """What is written; only what still runs fences its duplicates."""
-    memory.kv_cache.publish(holder.lease, holder.ids(holder.written), memory.pending(holder))
+    memory.kv_cache.sharing.publish(
+        holder.lease, holder.ids(holder.written), memory.pending(holder)
+    )
 
 
 def end_all_forwards(memory: Memory) -> None:
@@ -101,11 +103,11 @@ def state(memory: Memory, holder: Holder) -> object:
     lease = holder.lease
     pools = range(len(memory.kv_cache.shape.pools))
     tables = [lease.pages(pool).tolist() for pool in pools]
-    return (lengths(lease), lease.row, lease.state, tables, memory.kv_cache.counts())
+    return (lengths(lease), lease.row, lease.state, tables, memory.kv_cache.audit.counts())
 
 
 def full(memory: Memory) -> PoolCounts:
-    return memory.kv_cache.page_counts()[0]
+    return memory.kv_cache.audit.page_counts()[0]
 
 
 def times_freed(kv_cache: KVCacheManager, pages: Iterable[int], pool: int = 0) -> set[int]:
@@ -118,7 +120,7 @@ def assert_at_baseline(memory: Memory) -> None:
     kv_cache = memory.kv_cache
     assert not [*memory.forwards, *memory.others, *memory.holders, *memory.saved]
     memory.check()
-    for counts in kv_cache.page_counts():
+    for counts in kv_cache.audit.page_counts():
         assert counts.free + counts.cached_evictable == counts.total
         assert counts.promised == 0
     assert kv_cache.audit.row_counts().free == kv_cache.total_rows

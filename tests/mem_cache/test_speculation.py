@@ -54,11 +54,11 @@ def test_scenario_23_draft_path_moves_the_allocated_length_in_the_same_call():
     kv_cache = memory.kv_cache
     first, second = holding(memory, 7, 7), holding(memory, 8, 8, tokens=OTHERS)
     leases = [first.lease, second.lease]
-    assert kv_cache.grow_all(leases, [7 + 5, 8 + 5])
+    assert kv_cache.lengths.grow(leases, [7 + 5, 8 + 5])
     assert [lengths(lease) for lease in leases] == [(0, 7, 12), (0, 8, 13)]
     assert [len(lease.own_pages()) for lease in leases] == [3, 4]
     assert (full(memory).held, full(memory).free) == (7, 0)
-    assert not kv_cache.grow_all(leases, [12 + 1, 13 + 3]), "one page is short"
+    assert not kv_cache.lengths.grow(leases, [12 + 1, 13 + 3]), "one page is short"
     assert [lengths(lease) for lease in leases] == [(0, 7, 12), (0, 8, 13)]
     memory.release(first, Outcome.FINISHED)
     assert (full(memory).held, full(memory).free) == (4, 2)
@@ -82,7 +82,7 @@ def test_scenario_25_reserve_shrinks_between_steps_and_takes_nothing_from_a_runn
     memory.kv_cache.trim(holder.lease, 11, memory.pending(holder))
     assert lengths(holder.lease) == (0, 11, 12)
     assert (full(memory).held, full(memory).quarantined, full(memory).free) == (3, 2, 1)
-    assert memory.kv_cache.reclaim() == 0
+    assert memory.kv_cache.allocator.reclaim() == 0
     other = start(memory, OTHERS, 4, known=0)
     pull = memory.pull(other, 4)
     assert pull is not None
@@ -90,7 +90,7 @@ def test_scenario_25_reserve_shrinks_between_steps_and_takes_nothing_from_a_runn
     assert memory.open(OTHERS, 4, known=0) is None
     memory.end_forward()  # N+1 read and wrote its own pages
     holder.written = 11
-    assert memory.kv_cache.reclaim() == 2
+    assert memory.kv_cache.allocator.reclaim() == 2
     assert times_freed(memory.kv_cache, pages[3:]) == {1}
     memory.check()
     memory.release(other, Outcome.ABORTED)
