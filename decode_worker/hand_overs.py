@@ -117,7 +117,8 @@ class HandOvers:
         self._context.outbox.put(request.stream, CloseStream())
         self._context.kv_cache.commit(request.held, request.input_len)
         if not request.borrowed_len:  # what is published cannot be rolled back
-            self._context.publish_input(request)
+            # All of it is written, and nothing reads its pages yet.
+            self._context.kv_cache.sharing.publish(request.held, request.input_ids)
         live = []
         for choice, first in zip(request.choices, request.hand_over.first_tokens, strict=True):
             if first.finished:

@@ -192,15 +192,6 @@ class Audit:
                 account.allocate((("nobody: it was lost on purpose", 1),))
                 return
 
-    def history(self, pool: int, page: int) -> str:
-        """List the last owners of a page, oldest first."""
-        return self._allocator.accounts[pool].history(page)
-
-    def free_pages(self, pool: int) -> list[int]:
-        """The pages of a pool that are free."""
-        pages: list[int] = self._allocator.accounts[pool].free_pages.tolist()
-        return pages
-
     def owner_runs(self, pool: int) -> list[OwnerRun]:
         """List every page of a pool once, in order, as runs of one owner and lease."""
         account = self._allocator.accounts[pool]

@@ -13,7 +13,6 @@ import numpy as np
 from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.audit import Audit
 from kvrelay.mem_cache.errors import KVCacheError
-from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.leases.lease import Lease
 from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
@@ -70,7 +69,6 @@ class KVCacheManager:
         """The moves of leases' pages to the prefix index."""
         self.audit = Audit(ledger, self.leases)
         """The counts by owner, the checks, and the history of a page."""
-        self.total_rows = total_rows
         self.max_lease_tokens = self.leases.max_lease_tokens
         """The most tokens that one lease could ever hold."""
         self.cache_counts = self.allocator.cache_counts
@@ -162,14 +160,6 @@ class KVCacheManager:
         the prefix index could not continue from it.
         """
         self.lengths.slide((lease,), (position,))
-
-    def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence] = ()) -> None:
-        """Free the pages beyond `tokens`; a page that holds some of them stays.
-
-        Raises:
-            KVCacheError: the prefix index owns some of the pages.
-        """
-        self.lengths.trim(lease, tokens, lease.pending(pending))
 
     # The prefix index
 

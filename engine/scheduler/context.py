@@ -178,23 +178,6 @@ class SchedulerContext(Generic[RequestT]):
         self._reused_share = max(share, self._reused_share * _REUSE_FADES)
         return True
 
-    def publish_settled(self, request: RequestT) -> None:
-        """Give the whole written pages of a request's input to the prefix index.
-
-        The request goes on, with the same pages. Nothing that still runs reads earlier tokens than
-        those that come next.
-        """
-        self.kv_cache.sharing.publish_settled(
-            request.held, request.input_ids[: request.kv_written_len]
-        )
-
-    def publish_input(self, request: RequestT) -> None:
-        """Give the whole pages of a request's input to the prefix index, and free duplicates.
-
-        All of the input is written, and nothing reads its pages yet.
-        """
-        self.kv_cache.sharing.publish(request.held, request.input_ids)
-
     def rekey_to_choice(self, request: RequestT, choice: int) -> None:
         """Make a request that stood for several choices stand for one of them."""
         del self.requests[request.key]

@@ -39,8 +39,7 @@ class LeaseState(IntEnum):
     OPEN = auto()
     """A request has the lease: it may grow and commit."""
     SAVED = auto()
-    """A session has the lease between two turns; the next turn borrows it. See
-    `session.Sessions`."""
+    """A session has the lease between two turns; the next turn borrows it: see `SessionMemory`."""
     CLOSED = auto()
     """The lease's end is decided: it may only be released."""
 
@@ -52,8 +51,8 @@ TRANSITIONS: Final = {
     LeaseState.RELEASED: set[LeaseState](),
 }
 """Every step that a lease can take. ``grow, commit, publish, slide, trim`` keep it OPEN. ``save``
-(or ``roll_back``, then ``save``) and ``borrow`` go back and forth. ``close`` and then
-``free_lease`` end it."""
+(or ``roll_back``, then ``save``) and ``borrow`` go back and forth. ``close_lease``
+and then ``end_lease`` end it."""
 
 
 _STATES: Final = tuple(sorted(LeaseState))
@@ -165,7 +164,7 @@ class Lease:
     def own_pages(self, pool: int = 0) -> Pages:
         """Copy the page ids of a pool that this lease owns, without those that the index lent it.
 
-        A page that `SessionLeases.borrow` has set aside comes last.
+        A page that `LeaseTable.borrow` has set aside comes last.
         """
         first = max(self._rows.frontiers.item(pool, self.row), self.num_protected_pages)
         table = self._rows.page_tables[pool, self.row]

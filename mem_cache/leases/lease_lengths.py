@@ -87,7 +87,7 @@ class LeaseLengths:
                 sliding = [leases[one] for one in moving.tolist()]
                 self._advance_frontiers(pool, sliding, rows[moving], frontiers[moving])
 
-    def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence]) -> None:
+    def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence] = ()) -> None:
         """Lower both lengths to `tokens`, and free the pages beyond once `pending` has passed."""
         lease.check_open("trimming")
         if tokens < lease.cache_protected_len:

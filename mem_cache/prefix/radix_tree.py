@@ -81,11 +81,6 @@ class RadixTree:
         )
         self.log = self._log = log
 
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes of all namespaces; counted one by one, for tests and debugging."""
-        return sum(1 for _ in self._forest.nodes())
-
     # PrefixIndex
 
     def match(self, token_ids: TokenIds, namespace: str = "") -> PrefixLock:

@@ -204,7 +204,7 @@ def test_scenario_8_whoever_comes_in_gets_nothing_that_the_step_ahead_still_read
         nonlocal found
         turn()
         reading = [set(table[table >= 0].tolist()) for s in worker.steps for table in s.page_tables]
-        free = set(worker.kv_cache.audit.free_pages(0))
+        free = set(worker.kv_cache.allocator.accounts[0].free_pages.tolist())
         assert not any(pages & free for pages in reading)
         found += any(counts.quarantined for counts in worker.kv_cache.audit.page_counts())
 

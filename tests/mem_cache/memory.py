@@ -389,7 +389,7 @@ class Memory:
             written = slice(flight.start // self.page_size, -(-flight.end // self.page_size))
             pages = [page for copy in flight.copies if copy.pool == pool for page in copy[1:]]
             pages += [page for page in table[written].tolist() if page >= 0]
-            free = set(self.kv_cache.audit.free_pages(pool))
+            free = set(self.kv_cache.allocator.accounts[pool].free_pages.tolist())
             assert free.isdisjoint(pages), f"of {pages} some are free, {flight.life} runs"
 
     def drain(self) -> None:
@@ -413,7 +413,8 @@ class Memory:
             assert counts.free + counts.cached_evictable == counts.total
             assert counts.promised == 0
             assert self.kv_cache.index.evictable(pool) == self.kv_cache.index.size(pool)
-        assert self.kv_cache.audit.row_counts().free == self.kv_cache.total_rows
+        rows = self.kv_cache.audit.row_counts()
+        assert rows.free == rows.total
         if self.host.tier is not None:
             for counts in self.host.tier.pages.pool_counts():
                 assert counts.free + counts.cached_evictable == counts.total

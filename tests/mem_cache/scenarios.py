@@ -112,7 +112,8 @@ def full(memory: Memory) -> PoolCounts:
 
 def times_freed(kv_cache: KVCacheManager, pages: Iterable[int], pool: int = 0) -> set[int]:
     """How often these pages became free; by the history of the account."""
-    return {kv_cache.audit.history(pool, int(page)).count("to FREE") for page in pages}
+    account = kv_cache.allocator.accounts[pool]
+    return {account.history(int(page)).count("to FREE") for page in pages}
 
 
 def assert_at_baseline(memory: Memory) -> None:
@@ -123,7 +124,8 @@ def assert_at_baseline(memory: Memory) -> None:
     for counts in kv_cache.audit.page_counts():
         assert counts.free + counts.cached_evictable == counts.total
         assert counts.promised == 0
-    assert kv_cache.audit.row_counts().free == kv_cache.total_rows
+    rows = kv_cache.audit.row_counts()
+    assert rows.free == rows.total
     all_of_it = kv_cache.open("all of it", kv_cache.max_lease_tokens)
     assert all_of_it is not None
     if not any(kv_cache.shape.windowed):

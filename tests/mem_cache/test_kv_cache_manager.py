@@ -273,7 +273,7 @@ def test_room_version_rises_when_there_is_more_room_and_only_then():
     assert rose(), "another may find it"
     kv_cache.sharing.publish(first, tokens)
     assert not rose(), "the index had it"
-    kv_cache.trim(first, 12)
+    kv_cache.lengths.trim(first, 12)
     assert not rose(), "the page is promised again"
     steps.launch()
     release_kv_cache(kv_cache, second, Outcome.ABORTED, fences=[StepFence(steps, 1)])

@@ -87,7 +87,7 @@ def test_scenario_9_aborted_chunk_holds_nothing_when_its_forward_ends():
     assert (full(memory).held, full(memory).promised, full(memory).quarantined) == (0, 0, 4)
     assert memory.open(OTHERS, 4) is None, "the forward still uses the row"
     memory.end_forward()  # the result comes
-    for late in (memory.kv_cache.commit, memory.kv_cache.grow, memory.kv_cache.trim):
+    for late in (memory.kv_cache.commit, memory.kv_cache.grow, memory.kv_cache.lengths.trim):
         with pytest.raises(KVCacheError, match="RELEASED"):
             late(chunked.lease, 24)
     assert not release_kv_cache(memory.kv_cache, chunked.lease, Outcome.FINISHED)

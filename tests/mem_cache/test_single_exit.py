@@ -49,6 +49,7 @@ def users_of(*attributes: str) -> set[str]:
 USERS = {
     "end_lease": {"mem_cache/release.py"},
     "close_lease": {"mem_cache/release.py"},
+    "save": {"mem_cache/release.py"},
     "begin_lease": {MANAGER, "mem_cache/leases/publishing.py"},
     "LEASE QUARANTINE INDEX SESSION": {ALLOCATOR, HOST_SLOTS, "mem_cache/audit.py"},
     "accounts": {ALLOCATOR, "mem_cache/audit.py"},

@@ -33,7 +33,7 @@ def test_scenario_22_rejected_drafts_free_no_page_of_an_accepted_token(committed
     compute(memory, holder, 6)
     assert lengths(holder.lease) == (0, committed + 6, committed + 6)
     pages = holder.lease.pages()
-    memory.kv_cache.trim(holder.lease, accepted)
+    memory.kv_cache.lengths.trim(holder.lease, accepted)
     holder.written = accepted
     holder.tokens[accepted:] = TOKENS[accepted:]
     kept = -(-accepted // 4)
@@ -79,7 +79,7 @@ def test_scenario_25_reserve_shrinks_between_steps_and_takes_nothing_from_a_runn
     assert lengths(holder.lease) == (0, 17, 17)
     pages = holder.lease.pages()
     memory.end_forward()  # N: two drafts are accepted, while N+1 runs
-    memory.kv_cache.trim(holder.lease, 11, memory.pending(holder))
+    memory.kv_cache.lengths.trim(holder.lease, 11, memory.pending(holder))
     assert lengths(holder.lease) == (0, 11, 12)
     assert (full(memory).held, full(memory).quarantined, full(memory).free) == (3, 2, 1)
     assert memory.kv_cache.allocator.reclaim() == 0
@@ -103,7 +103,7 @@ def test_scenario_22_promise_outlives_rejected_drafts():
     memory = make(4, 4)
     holder = start(memory, TOKENS, 16)
     compute(memory, holder, 7, 6)
-    memory.kv_cache.trim(holder.lease, 10)
+    memory.kv_cache.lengths.trim(holder.lease, 10)
     other = memory.open(OTHERS, 4)
     assert other is None or not memory.kv_cache.grow(other.lease, 4)
     assert memory.kv_cache.grow(holder.lease, 16), "a promise was broken"
