@@ -46,14 +46,15 @@ class LeaseLengths:
     def grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
         """Raise `kv_allocated_len` of every lease to its number of tokens, all or nothing."""
         rows = self._open_rows(leases, "growth")
-        goals, allocated = _one_each(tokens, leases), self._rows.allocated[rows]
-        has, needs = self._shape.pages_for(allocated), self._shape.pages_for(goals)
+        goals = _one_each(tokens, leases)
+        has = self._shape.pages_for(self._rows.allocated[rows])
+        needs = self._shape.pages_for(goals)
         growing = np.flatnonzero(needs > has)
         if len(growing):
             holders = [leases[one].holder for one in growing.tolist()]
             if not self._append_pages(holders, rows[growing], has[growing], needs[growing]):
                 return False
-        self._rows.set_allocated(rows, np.maximum(goals, allocated))
+        self._rows.raise_allocated(rows, goals)
         return True
 
     def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
@@ -68,11 +69,8 @@ class LeaseLengths:
         """Raise `kv_committed_len` of every lease to its number of tokens, all or nothing."""
         rows = self._open_rows(leases, "commit")
         goals = _one_each(tokens, leases)
-        wrong = (goals < self._rows.committed[rows]) | (goals > self._rows.allocated[rows])
-        if np.count_nonzero(wrong):
-            one = int(np.flatnonzero(wrong)[0])
+        for one in self._rows.raise_committed(rows, goals).tolist():
             raise KVCacheError(f"commit of {goals[one]} tokens to {leases[one]!r}")
-        self._rows.set_committed(rows, goals)
 
     def slide(self, leases: Sequence[Lease], positions: Sequence[int] | Ints) -> None:
         """Free the pages of window pools that no token from each lease's position on sees."""

@@ -61,18 +61,34 @@ class Rows:
         self.page_tables = _read_only(self._page_tables)
         """The pages of each row, ``[pools, rows, row_pages]``."""
 
-    # Lengths, of one row or of many
+    # Lengths
 
-    def set_allocated(self, rows: Ints | int, tokens: Ints | int) -> None:
-        """Set the allocated length of rows to `tokens`."""
-        assert not np.count_nonzero(tokens < self._committed[rows]), "less than is committed"
-        self._allocated[rows] = tokens
+    def raise_allocated(self, rows: Ints, tokens: Ints) -> None:
+        """Raise the allocated length of each row to its number of tokens; lower none."""
+        self._allocated[rows] = np.maximum(tokens, self._allocated[rows])
 
-    def set_committed(self, rows: Ints | int, tokens: Ints | int) -> None:
-        """Set the committed length of rows to `tokens`."""
-        wrong = (tokens < self._protected[rows]) | (tokens > self._allocated[rows])
-        assert not np.count_nonzero(wrong), "less than is protected, or more than is allocated"
-        self._committed[rows] = tokens
+    def raise_committed(self, rows: Ints, tokens: Ints) -> Ints:
+        """Raise the committed length of each row to its number of tokens, or of none.
+
+        Returns:
+            The places in `rows` that refused: less is asked than is committed, or more than is
+            allocated.
+        """
+        wrong = (tokens < self._committed[rows]) | (tokens > self._allocated[rows])
+        refused = np.flatnonzero(wrong)
+        if not len(refused):
+            self._committed[rows] = tokens
+        return refused
+
+    def set_allocated(self, row: int, tokens: int) -> None:
+        """Set the allocated length of a row."""
+        assert self._committed[row] <= tokens, "less than is committed"
+        self._allocated[row] = tokens
+
+    def set_committed(self, row: int, tokens: int) -> None:
+        """Set the committed length of a row."""
+        assert self._protected[row] <= tokens <= self._allocated[row], "lengths out of order"
+        self._committed[row] = tokens
 
     def protect(self, row: int, pages: Sequence[Pages], tokens: int) -> None:
         """Begin a row's tables with the pages of `tokens` tokens that the prefix index owns.

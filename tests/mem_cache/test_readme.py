@@ -10,6 +10,7 @@ import pytest
 from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
 from kvrelay.mem_cache.leases.publishing import PrefixSharing
 
@@ -37,6 +38,6 @@ def test_a_length_is_raised_by_what_its_docstring_names(row: list[str]):
     length, raised, lowered = row
     docstring = getattr(Lease, length.strip("`")).__doc__
     assert names(docstring.lower().partition("raised by")[2]) == names(raised)
-    parts = (KVCacheManager, PrefixSharing, LeaseTable)
+    parts = (KVCacheManager, LeaseLengths, LeaseTable, PrefixSharing)
     for name in names(raised) | names(lowered):
         assert any(hasattr(part, name) for part in parts), name

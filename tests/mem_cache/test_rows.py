@@ -114,13 +114,21 @@ def test_scenario_9_result_that_comes_late_publishes_nothing():
     pytest.param("set_committed", 3, id="committed-below-protected"),
     pytest.param("set_committed", 13, id="committed-beyond-allocated"),
 ])  # fmt: skip
-@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
-def test_rows_assert_the_order_of_lengths_at_every_change(change, value, many):
+def test_rows_assert_the_order_of_lengths_at_every_change(change, value):
     rows = rows_of_lengths(4, 8, 12)
-    where, tokens = (np.array([0, 1]), np.array([value, 0])) if many else (0, value)
     with pytest.raises(AssertionError):
-        getattr(rows, change)(where, tokens)
+        getattr(rows, change)(0, value)
     assert (rows.protected[0], rows.committed[0], rows.allocated[0]) == (4, 8, 12)
+
+
+@pytest.mark.parametrize("wrong", [7, 13])
+def test_rows_raise_the_lengths_of_all_or_of_none(wrong):
+    rows, both = rows_of_lengths(4, 8, 12), np.array([1, 0])
+    assert rows.raise_committed(both, np.array([0, wrong])).tolist() == [1]
+    rows.raise_allocated(both, np.array([16, 7]))
+    assert rows.raise_committed(both, np.array([16, 12])).tolist() == []
+    assert rows.committed.tolist() == [12, 16, 0]
+    assert rows.allocated.tolist() == [12, 16, 0]
 
 
 @pytest.mark.parametrize("tokens", [2, 12, -4])
