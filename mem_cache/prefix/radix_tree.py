@@ -25,16 +25,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvrelay.mem_cache.account import NO_PAGES, Pages
+from kvrelay.mem_cache.account import NO_PAGE, NO_PAGES, Pages
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.prefix.eviction_queue import EvictionQueue
-from kvrelay.mem_cache.prefix.prefix_index import (
-    NO_PAGE,
-    Inserted,
-    PrefixChanges,
-    PrefixLock,
-    TokenIds,
-)
+from kvrelay.mem_cache.prefix.prefix_index import Inserted, PrefixChanges, PrefixLock, TokenIds
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_forest import RadixForest
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
@@ -86,11 +80,6 @@ class RadixTree:
             log=log,
         )
         self.log = self._log = log
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes of all namespaces; counted one by one, for tests and debugging."""
-        return sum(1 for _ in self._forest.nodes())
 
     # PrefixIndex
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.mem_cache.account import Pages
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
+from kvrelay.mem_cache.account import NO_PAGE, Pages
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 
 

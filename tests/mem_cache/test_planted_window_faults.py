@@ -42,13 +42,13 @@ class WindowMachine(HostMachine):
     def push_out(self) -> None:
         """Take all the room of each pool, for a moment, and write into it."""
         cache = self.memory.kv_cache
-        for pool, counts in enumerate(cache.page_counts()):
+        for pool, counts in enumerate(cache.audit.page_counts()):
             room = counts.free + counts.cached_evictable - counts.promised
             if room > 0:
                 share = (("all the room", room),)
-                pages = cache._allocator.allocate(pool, share)
+                pages = cache.allocator.allocate(pool, share)
                 self.memory.contents[pool][pages] = NOBODYS
-                cache._allocator.free(pool, share, pages)
+                cache.allocator.free(pool, share, pages)
 
     @precondition(lambda self: known(self.memory.host.tier).loads._running)
     @rule()
