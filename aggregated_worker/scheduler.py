@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
-from kvrelay.engine.scheduler.commands import Cancel, Submit
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
+from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.itl_target import ItlTarget
@@ -26,14 +26,12 @@ from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.request_progress import RequestProgress
+from kvrelay.wire.submit import CancelRequest
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class AggregatedRequest(GeneratingRequest):
     """A request whose prompt this worker computes and continues."""
-
-    submission: Submit
-    """The submission with which it begins again, if it is retracted."""
 
 
 class AggregatedScheduler:
@@ -65,6 +63,7 @@ class AggregatedScheduler:
             context, config.prefix_wait, lambda r: r.every_step is None, at_end=lambda _: False
         )
         self._loads = TierLoads(context)
+        self._admission = AdmissionInTurn(context, self._reserve, config.bypass_limit)
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
         )
@@ -80,9 +79,9 @@ class AggregatedScheduler:
         if self._context.register(request, request.most_tokens):
             self._waiting.append(request)
             self._loads.prefetch(request, request.reusable_len)
-            self._context.faults.reach(FaultPhase.QUEUED)
+            request.enter(Phase.QUEUED)
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """End a request, all choices of it, and free its memory."""
         for request in self._context.choices_of(command.key):
             self._end_early(request, RequestEnd(EndReason.ABORTED))
@@ -101,14 +100,7 @@ class AggregatedScheduler:
         """Reserve memory for waiting requests, in turn."""
         if not self._waiting:
             return
-        admitted = admit_in_turn(
-            self._context.kv_cache,
-            self._waiting,
-            self._reserve,
-            self._config.bypass_limit,
-            must_wait=self._must_wait,
-        )
-        for request in admitted:
+        for request in self._admission.admit(self._waiting, must_wait=self._must_wait):
             self._waiting.remove(request)
 
     def _must_wait(self, request: AggregatedRequest) -> bool:
@@ -175,14 +167,9 @@ class AggregatedScheduler:
         if request.trace is not None:
             request.trace.share()  # for when it waits again
         self._context.release(request, Outcome.RETRACTED, None)
-        again = self._make(
-            replace(
-                request.submission,
-                key=request.key,
-                input_ids=tuple(request.token_ids(0, request.num_tokens)),
-                choices=(request.key.choice,),
-            )
-        )
+        input_ids = tuple(request.token_ids(0, request.num_tokens))
+        submission = request.command.submission.going_on(request.key, input_ids)
+        again = self._make(replace(request.command, submission=submission))
         self._context.requests[again.key] = again
         self._waiting.append(again)
 
@@ -196,11 +183,12 @@ class AggregatedScheduler:
         self._context.release(request, outcome, end, timings=request.timings())
 
     def _make(self, command: Submit) -> AggregatedRequest:
-        emitted = command.input_ids[command.prompt_len :]
+        submission = command.submission
+        params = submission.sampling_params
         return AggregatedRequest.of(
             command,
-            submission=command,
-            checker=StopChecker(command.stops, self._tokenizer, emitted),
-            num_drafts=self._config.drafts_for(command.speculate),
-            alone_until=alone_until(command, self._config),
+            faults=self._context.faults,
+            checker=StopChecker(params.stops, self._tokenizer, submission.emitted_ids),
+            num_drafts=self._config.drafts_for(params.speculate),
+            alone_until=alone_until(submission, self._config),
         )

@@ -43,7 +43,13 @@ from kvrelay.engine.worker.loading import load_model
 from kvrelay.engine.worker.memory import make_kv_cache
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.wire.output import EngineOutputs, RequestOutput
-from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import (
+    GenerationParams,
+    RequestKey,
+    SamplingParams,
+    StopConditions,
+    SubmitRequest,
+)
 from kvrelay.wire.worker_info import WorkerRole
 
 _PROSE = (
@@ -125,7 +131,8 @@ class Bench:
             ids = tuple(self._tokenizer.encode(prompt).ids)
             key = RequestKey("bench", str(self._number), 1)
             greedy, stops = SamplingParams(temperature=0), StopConditions(max_tokens=tokens)
-            self._inbox.post(Submit(self._link, key, ids, len(ids), greedy, stops))
+            submission = SubmitRequest(key, ids, len(ids), GenerationParams(greedy, stops))
+            self._inbox.post(Submit(self._link, submission))
         left = len(prompts)
         while left:
             left -= len(self._ended.take_all())

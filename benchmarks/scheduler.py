@@ -43,7 +43,13 @@ from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import (
+    GenerationParams,
+    RequestKey,
+    SamplingParams,
+    StopConditions,
+    SubmitRequest,
+)
 from kvrelay.wire.worker_info import WorkerRole
 
 BAR_MS = 1.0
@@ -115,14 +121,18 @@ class Bench:
         self._steps: deque[Step[AggregatedRequest]] = deque()
         self._link = RouterLink("bench")
         rng = np.random.default_rng(0)
+        params = GenerationParams(
+            SamplingParams(temperature=0), StopConditions(max_tokens=tokens - PROMPT_TOKENS)
+        )
         submits = [
             Submit(
                 self._link,
-                RequestKey("bench", str(number), 1),
-                tuple(rng.integers(0, VOCAB, PROMPT_TOKENS).tolist()),
-                PROMPT_TOKENS,
-                SamplingParams(temperature=0),
-                StopConditions(max_tokens=tokens - PROMPT_TOKENS),
+                SubmitRequest(
+                    RequestKey("bench", str(number), 1),
+                    tuple(rng.integers(0, VOCAB, PROMPT_TOKENS).tolist()),
+                    PROMPT_TOKENS,
+                    params,
+                ),
             )
             for number in range(requests)
         ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvrelay.decode_worker.hand_over_stream import CloseStream, HandOverStream
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.itl_target import ItlTarget
@@ -105,4 +105,4 @@ class DecodeRequests:
         """Release a request that makes room; its router submits it again, perhaps elsewhere."""
         end = RequestEnd(EndReason.RETRACTED)
         self._context.release(request, Outcome.RETRACTED, end, timings=request.timings())
-        self._context.faults.reach(FaultPhase.RETRACTED, request.peer)
+        request.enter(Phase.RETRACTED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -10,9 +9,8 @@ from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
-from kvrelay.engine.scheduler.attempt_trace import GRANT, HAND_OVER
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
@@ -55,7 +53,7 @@ class Grants:
         self._requests = requests
         self._computing = requests.steps.computing
         self._growth = growth
-        self._bypass_limit = bypass_limit
+        self._admission = AdmissionInTurn(context, self._reserve, bypass_limit)
         self._grants_ahead = grants_ahead
         self._loads = TierLoads(context)
         self._histories = histories
@@ -84,21 +82,12 @@ class Grants:
                 return True
             return self._must_wait(request, leaders, held)
 
-        for request in admit_in_turn(
-            self._context.kv_cache,
-            waiting,
-            self._reserve,
-            self._bypass_limit,
-            _take_turns(waiting, ahead).__getitem__,
-            must_wait,
-        ):
-            request.progressed_at = time.monotonic()
+        turns = _take_turns(waiting, ahead)
+        for request in self._admission.admit(waiting, turns.__getitem__, must_wait):
             leaders.append(request)
             if isinstance(request, HandedOverRequest):
                 free -= 1
                 self._grant(request)
-            else:
-                self._context.faults.reach(FaultPhase.PREFILLING)
 
     def _grant(self, request: HandedOverRequest) -> None:
         """Send a request's prefill worker the grant, with the pages that need not be read.
@@ -113,9 +102,7 @@ class Grants:
         reads_host = self._hosts.may_read(request.peer)
         grant = request.hand_over.grant(first_missing, history, reads_host=reads_host)
         self._requests.send(request, grant)
-        if request.trace is not None:
-            request.trace.end(GRANT)
-            request.trace.begin(HAND_OVER)
+        request.enter(Phase.GRANTED)
 
     def _must_wait(
         self, request: DecodeRequest, leaders: Iterable[DecodeRequest], held: Counter[str]

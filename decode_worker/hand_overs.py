@@ -10,8 +10,7 @@ from kvrelay.decode_worker.hand_over_stream import CloseStream, PeerMessage, Str
 from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.pulls import Pulls
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.attempt_trace import GRANT, HAND_OVER
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.commands import Dropped
 from kvrelay.engine.scheduler.context import SchedulerContext
@@ -77,8 +76,7 @@ class HandOvers:
         match message:
             case Ask():
                 request.hand_over.on_ask()
-                if request.trace is not None:
-                    request.trace.begin(GRANT)
+                request.enter(Phase.ASKED)
             case Done():
                 self._histories.answer(request, message)
             case Begun():
@@ -111,8 +109,6 @@ class HandOvers:
             error = f"{message.mismatches} pages are not as they were computed"
             self._requests.fail(request, FailureReason.PAGE_MISMATCH, error)
             return
-        if request.trace is not None:
-            request.trace.end(HAND_OVER)
         request.activate_taken_over()
         self._context.outbox.put(request.stream, CloseStream())
         self._context.kv_cache.commit(request.held, request.input_len)
@@ -126,7 +122,6 @@ class HandOvers:
             else:
                 live.append((choice, first.token_id))
         fork_and_run(self._context, self._requests.running, self._growth, request, live)
-        self._context.faults.reach(FaultPhase.DECODING, request.peer)
 
     def _prefill_ended(self, request: DecodeRequest, message: Ended) -> None:
         if message.reason is HandOverEnd.FAILED:

@@ -19,7 +19,7 @@ from kvrelay.decode_worker.request import (
     HandedOverRequest,
     LentHashed,
 )
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.commands import Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.kv_transfer.checksums import locate
@@ -103,7 +103,7 @@ class LentHistories:
         if self._description is None:
             return None
         runs = tuple(PageRun(0, tuple(table[:pages])) for table in held.tables())
-        self._context.faults.reach(FaultPhase.BORROWING, request.peer)
+        request.enter(Phase.BORROWING)
         return History(runs, self._description, probe.write_bytes_per_second)
 
     def answer(self, request: HandedOverRequest, done: Done) -> None:

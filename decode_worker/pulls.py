@@ -13,8 +13,8 @@ from kvrelay.decode_worker.decode_requests import DecodeRequests
 from kvrelay.decode_worker.hand_over_stream import ConnectAnew, HandOverStream
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
 from kvrelay.decode_worker.request import DecodeRequest, HandedOverRequest
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.attempt_trace import PULL, AttemptTrace
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import PULL
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.outbox import Sink
@@ -82,7 +82,7 @@ class Pulls:
     def read(self, request: HandedOverRequest, message: Announce) -> None:
         """Start to read the announced pages straight into the reserved ones."""
         peer = request.peer
-        self._context.faults.reach(FaultPhase.ANNOUNCED, peer)
+        request.enter(Phase.ANNOUNCED)
         wanted = request.hand_over.on_announce(message)
         if message.first_tokens:
             request.announced_at = time.monotonic()
@@ -100,10 +100,10 @@ class Pulls:
             )
             request.pulls.append(pull)
             request.reading.add(pull)
-            request.read_at = request.progressed_at = time.monotonic()
-            self._context.faults.reach(FaultPhase.PULLING, peer)
+            request.read_at = time.monotonic()
+            request.enter(Phase.PULLING)
             if message.from_host:
-                self._context.faults.reach(FaultPhase.LENDING, peer)
+                request.enter(Phase.LENDING)
         self._finish_if_all_read(request)
 
     def pull_ended(self, message: PullEnded) -> None:
@@ -116,8 +116,7 @@ class Pulls:
         request = self._requests.of_stream(message.stream)
         if request is None:
             return
-        if request.trace is not None:
-            _trace_pull(request.trace, pull)
+        _trace_pull(request, pull)
         if pull.state is not PullState.DONE:
             error = f"read from {pull.peer} failed: {pull.error}"
             self._requests.fail(request, FailureReason.READ_FAILED, error)
@@ -163,10 +162,10 @@ class Pulls:
 
     def _send_done(self, request: HandedOverRequest, sums: Sequence[PageSum] = ()) -> None:
         self._requests.send(request, request.hand_over.done(sums))
-        self._context.faults.reach(FaultPhase.PULLED, request.peer)
+        request.enter(Phase.PULLED)
 
 
-def _trace_pull(trace: AttemptTrace, pull: Pull) -> None:
+def _trace_pull(request: HandedOverRequest, pull: Pull) -> None:
     """Record a read that has ended, by the transfer thread's times."""
     attributes: Attributes = {
         "kvrelay.peer": pull.peer,
@@ -175,4 +174,4 @@ def _trace_pull(trace: AttemptTrace, pull: Pull) -> None:
     }
     error = None if pull.state is PullState.DONE else pull.error
     began = pull.began or time.monotonic()  # a read may fail before it was taken up
-    trace.record(PULL, began, began + pull.seconds, attributes, error=error)
+    request.record(PULL, began, began + pull.seconds, attributes, error)

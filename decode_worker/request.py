@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar
 
 from kvrelay.decode_worker.hand_over_stream import HandOverStream
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import DECODE, GRANT, TAKEN_OVER, PhaseSpan
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.hand_over.states import DecodeState
@@ -19,16 +21,6 @@ from kvrelay.wire.request_progress import RequestPhase
 
 _SOON_SECONDS = 1.0
 """The longest time without progress after which a request still counts as generating soon."""
-
-
-_PHASES: Final = {
-    DecodeState.OPEN: RequestPhase.QUEUED,
-    DecodeState.ASKED: RequestPhase.ASKED,
-    DecodeState.GRANTED: RequestPhase.READING,
-    DecodeState.ANNOUNCED: RequestPhase.READING,
-    DecodeState.READ: RequestPhase.READING,
-    DecodeState.VALID: RequestPhase.READING,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +63,14 @@ class DecodeRequest(GeneratingRequest):
 class HandedOverRequest(DecodeRequest):
     """A request whose prompt a prefill worker computes, to be taken over and continued."""
 
+    SPANS: ClassVar[Sequence[PhaseSpan]] = (GRANT, TAKEN_OVER, DECODE)
+    SHOWN: ClassVar[Mapping[Phase, RequestPhase]] = {
+        **DecodeRequest.SHOWN,
+        Phase.ASKED: RequestPhase.ASKED,
+        Phase.GRANTED: RequestPhase.GRANTED,
+        Phase.ANNOUNCED: RequestPhase.READING,
+    }
+
     stream: HandOverStream
     hand_over: DecodeHandOver
     pulls: list[Pull] = field(default_factory=list)
@@ -96,15 +96,6 @@ class HandedOverRequest(DecodeRequest):
     def findable_len(self) -> int:
         """Tokens of its input that the prefix index may have: all, as none is computed here."""
         return self.input_len
-
-    @property
-    def phase(self) -> RequestPhase:
-        """The phase that it is in."""
-        if self.activated_at:
-            return RequestPhase.DECODING
-        if self.hand_over.state is DecodeState.GRANTED and not self.pulls:
-            return RequestPhase.GRANTED
-        return _PHASES[self.hand_over.state]
 
     @property
     def pulled_pages(self) -> int:

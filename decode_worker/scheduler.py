@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, assert_never
@@ -19,7 +20,6 @@ from kvrelay.decode_worker.hand_over_stream import (
     StreamLost,
 )
 from kvrelay.decode_worker.hand_overs import HandOvers
-from kvrelay.decode_worker.heartbeats import Heartbeats
 from kvrelay.decode_worker.lent_histories import LentHistories
 from kvrelay.decode_worker.pulls import PagesHashed, PullEnded, Pulls
 from kvrelay.decode_worker.readable_hosts import ReadableHosts
@@ -32,19 +32,69 @@ from kvrelay.decode_worker.request import (
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.commands import Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import TRANSFER_REFUSALS
 from kvrelay.engine.scheduler.outbox import Sink
+from kvrelay.engine.scheduler.periodic_check import CHECKS_IN_TIMEOUT, PeriodicCheck
 from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
+from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.kv_transfer.transfers import MOST_DEAD, Transfers
 from kvrelay.mem_cache.release import Outcome
+from kvrelay.wire.hand_over import Heartbeat
 from kvrelay.wire.load import PeerTransport, WorkerLoad
-from kvrelay.wire.output import EndReason, RequestEnd
+from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.request_progress import RequestProgress
+from kvrelay.wire.submit import CancelRequest
+
+
+class Heartbeats:
+    """The heartbeats to the prefill workers that requests wait for.
+
+    Args:
+        context: the worker's requests.
+        requests: sends the heartbeats, and ends requests.
+        pulls: knows the reads that do not end.
+        timeout: seconds after which a silent prefill worker is given up.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext[DecodeRequest],
+        requests: DecodeRequests,
+        pulls: Pulls,
+        timeout: float,
+    ) -> None:
+        self._context = context
+        self._requests = requests
+        self._pulls = pulls
+        self._timeout = timeout
+        self.check = PeriodicCheck(timeout / CHECKS_IN_TIMEOUT)
+        """The timer of the heartbeats."""
+
+    def send_or_give_up(self) -> None:
+        """Send heartbeats if they are due, and fail requests whose peer or read takes too long.
+
+        A prefill worker answers each heartbeat, so one that has been silent for long is lost. A
+        stream that is not open yet waits for a handshake, which has time-outs of its own.
+        """
+        now = time.monotonic()
+        if not self.check.is_due(now):
+            return
+        for request in list(self._context.requests.values()):
+            if not isinstance(request, HandedOverRequest) or not request.stream.is_open:
+                continue
+            if request.hand_over.state is DecodeState.VALID:
+                continue
+            if now - request.stream.sequencer.heard_at > self._timeout:
+                error = f"{request.peer} was silent for {self._timeout:g} s"
+                self._requests.fail(request, FailureReason.PEER_LOST, error)
+            elif not self._pulls.fail_if_stuck(request, now):
+                self._requests.send(request, Heartbeat())
+
 
 DecodeMessage: TypeAlias = (
     PullEnded | PagesHashed | PeerMessage | StreamLost | PeerProbed | AgentReadable | LentHashed
@@ -145,7 +195,7 @@ class DecodeScheduler:
         request = self._make(command)
         if not self._context.register(request, request.most_tokens):
             return
-        if command.prefill is None and not self._config.computes_prompts:
+        if command.submission.prefill is None and not self._config.computes_prompts:
             refused = RequestEnd(EndReason.FAILED, error=_COMPUTES_NO_PROMPTS)
             self._context.release(request, Outcome.FAILED, refused)
             return
@@ -154,9 +204,9 @@ class DecodeScheduler:
             self._context.outbox.put(self._client, OpenStream(request.stream))
         else:
             self._grants.prefetch(request)
-        self._context.faults.reach(FaultPhase.QUEUED, request.peer)
+        request.enter(Phase.QUEUED)
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """End a request, all choices of it, and free its memory."""
         for request in self._context.choices_of(command.key):
             self._requests.end_early(request, Outcome.ABORTED, RequestEnd(EndReason.ABORTED))
@@ -251,20 +301,26 @@ class DecodeScheduler:
             self._probes[probe.incarnation] = self._histories.with_speed(probe)
 
     def _make(self, command: Submit) -> DecodeRequest:
-        emitted = command.input_ids[command.prompt_len :]
-        checker = StopChecker(command.stops, self._tokenizer, emitted)
-        num_drafts = self._config.drafts_for(command.speculate)
-        alone = alone_until(command, self._config)
-        if command.prefill is None:
+        submission = command.submission
+        params = submission.sampling_params
+        checker = StopChecker(params.stops, self._tokenizer, submission.emitted_ids)
+        num_drafts = self._config.drafts_for(params.speculate)
+        alone = alone_until(submission, self._config)
+        if submission.prefill is None:
             return DecodeRequest.of(
-                command, checker=checker, num_drafts=num_drafts, alone_until=alone
+                command,
+                faults=self._context.faults,
+                checker=checker,
+                num_drafts=num_drafts,
+                alone_until=alone,
             )
         shape = self._context.kv_cache.shape
-        pages = shape.pages_for(len(command.input_ids))
+        pages = shape.pages_for(len(submission.input_ids))
         return HandedOverRequest.of(
             command,
-            stream=HandOverStream(command.key, command.prefill),
-            hand_over=DecodeHandOver(pages, shape.windowed, len(command.choices)),
+            faults=self._context.faults,
+            stream=HandOverStream(command.key, submission.prefill),
+            hand_over=DecodeHandOver(pages, shape.windowed, params.n),
             checker=checker,
             num_drafts=num_drafts,
             alone_until=alone,

@@ -37,6 +37,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from kvrelay.engine.phases import Phase
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,41 +86,6 @@ class FaultEvent(StrEnum):
     """A step that computes anything."""
 
 
-class FaultPhase(StrEnum):
-    """Phases of a request in which its worker can be stopped or killed, or lose a page."""
-
-    QUEUED = "queued"
-    """The request has come, and holds nothing."""
-    PREFILLING = "prefilling"
-    """Prefill side: it has memory, and its first chunk is next."""
-    BORROWING = "borrowing"
-    """A session's pages were lent (decode side), or their read was ordered (prefill side)."""
-    LENDING = "lending"
-    """Pages of the prefill side's host were announced there, or are to be read from there."""
-    ANNOUNCED = "announced"
-    """Pages were announced (prefill side), or their announcement has come (decode side)."""
-    PULLING = "pulling"
-    """Decode side: a read was ordered."""
-    PULLED = "pulled"
-    """Decode side: all is read, the verdict is awaited."""
-    DECODING = "decoding"
-    """The request begins to generate."""
-    RETRACTED = "retracted"
-    """The request was retracted."""
-    SAVING = "saving"
-    """A turn has ended well, and its session is to keep its KV."""
-    PREFETCHING = "prefetching"
-    """A copy from the host was begun, for a request that waits."""
-    WRITING_BACK = "writing_back"
-    """A copy to the host was begun."""
-    DRAINING = "draining"
-    """The worker takes nothing new."""
-    STORING = "storing"
-    """Pages of the host were ordered to be written to storage; this phase has no request."""
-    FETCHING = "fetching"
-    """Pages were ordered to be read from storage."""
-
-
 _TO_WORKERS = frozenset({FaultAction.STOP, FaultAction.KILL, FaultAction.LOSE})
 _TIMED = frozenset({FaultAction.DELAY, FaultAction.STOP})
 _TO_FORWARDS_ALONE = frozenset({FaultAction.HANG, FaultAction.POISON, FaultAction.CRASH})
@@ -130,7 +97,7 @@ class Fault:
     """One thing that goes wrong, once or always."""
 
     action: FaultAction
-    where: FaultEvent | FaultPhase
+    where: FaultEvent | Phase
     nth: int = 1
     """The occurrence that fails, counted from 1 on each worker by itself."""
     seconds: float = 0.0
@@ -167,7 +134,7 @@ def _parse_fault(spec: str) -> Fault:
         form = "[WORKER/]ACTION:WHERE[@REQUEST][:N][:SECONDSs][:always]"
         raise ValueError(f"{spec!r} is not {form}")
     action = _choose(spec, match["action"], FaultAction)
-    where: type[FaultEvent] | type[FaultPhase] = FaultPhase if action in _TO_WORKERS else FaultEvent
+    where: type[FaultEvent] | type[Phase] = Phase if action in _TO_WORKERS else FaultEvent
     fault = Fault(
         action,
         _choose(spec, match["where"], where),
@@ -236,7 +203,7 @@ class FaultPlan:
             rearmed = self._rearmed
         rearmed.wait()
 
-    def reach(self, phase: FaultPhase, peer: str = "") -> None:
+    def reach(self, phase: Phase, peer: str = "") -> None:
         """Note that a request, shared with `peer`, enters `phase` here. May not return."""
         if not self._armed:
             return
@@ -249,7 +216,7 @@ class FaultPlan:
             _strike(fault)
 
     def take(
-        self, where: FaultEvent | FaultPhase, peer: str = "", requests: Container[str] = ()
+        self, where: FaultEvent | Phase, peer: str = "", requests: Container[str] = ()
     ) -> Fault | None:
         """Count one more event or phase, and return the fault that strikes it, if any.
 
@@ -264,9 +231,7 @@ class FaultPlan:
             logger.warning("fault: %s", due)
         return due
 
-    def _take(
-        self, where: FaultEvent | FaultPhase, peer: str, requests: Container[str]
-    ) -> Fault | None:
+    def _take(self, where: FaultEvent | Phase, peer: str, requests: Container[str]) -> Fault | None:
         left: list[Fault] = []
         due: Fault | None = None
         for fault in self._armed:

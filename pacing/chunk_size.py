@@ -13,28 +13,36 @@ from typing import Final
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 
 _LEAST_TOKENS: Final = 16
-"""Tokens of a prompt that any step may compute, so that prompts end."""
+"""The least prompt tokens of any step, so that prompts end."""
 _UNMEASURED_TOKENS: Final = 64
-"""Prompt tokens beside rows until steps with prompts were measured, which takes a few steps."""
+"""Prompt tokens beside rows until prompts are measured, which takes a few steps."""
 _IDLE_STEPS: Final = 2.5
-"""A step with prompts may take as long as this many steps of one request alone."""
+"""A step with prompts may always take as long as this many idle steps (of one row)."""
 _OWN_STEPS: Final = 1.5
-"""It may also take as long as this many steps of its batch without prompts: beside a large batch
-prompts would starve otherwise."""
+"""A step with prompts may always take as long as this many steps of its batch without prompts.
+
+Beside a large batch prompts would starve otherwise.
+"""
 _BACKLOG_STEPS: Final = 6
-"""Steps that share a backlog beside a batch, so that the batch keeps its pace."""
+"""The number of steps for a backlog beside a batch, so that the batch keeps its pace."""
 _MOST_IDLE_STEPS: Final = 16
-"""A backlog makes no step longer than this many steps of one request alone."""
+"""A backlog makes no step longer than this many idle steps."""
 _BACKLOG_ROWS: Final = 6
-"""Below this many rows a worker computes its own prompts in fewer steps, by the square of the rows.
-A long step then delays few requests, and a prompt pays for fewer steps of the batch."""
+"""A worker that computes its own prompts spreads a backlog over fewer steps below this many rows.
+
+With fewer rows, the number of steps falls by their square: a long step delays fewer requests then.
+Each step beside a prompt adds to the prompt's wait.
+"""
 _MANY_ROWS: Final = 12
-"""From this many rows on such a worker does not spread a backlog: the batch itself costs so much
-that short chunks cannot keep up, and each prompt would wait for seconds."""
+"""From this many rows on, a worker that computes its own prompts does not spread a backlog.
+
+Each step then costs much beside prompts. If prompts arrive faster than short steps compute
+them, each waits for seconds.
+"""
 _MANY_OWN_STEPS: Final = 6
-"""Such a step may take as long as this many steps of its batch without prompts."""
+"""From `_MANY_ROWS` on, a step may take as long as this many steps of its batch without prompts."""
 _MOST_OWN_IDLE_STEPS: Final = 24
-"""Such a step takes no longer than this many steps of one request alone."""
+"""From `_MANY_ROWS` on, no step is longer than this many idle steps for that reason."""
 
 
 def choose_chunk_tokens(
@@ -98,13 +106,13 @@ def _seconds_beside(speeds: StepSpeeds, rows: StepWork, tokens: int, context: in
 
 
 def count_backlog(longest_tokens: int, tokens_left: int) -> int:
-    """Count the prompt tokens that the chunks beside rows are shares of.
+    """Count the prompt tokens that are divided into chunks beside rows.
 
-    The longest prompt counts as a whole until it ends, so that its chunks do not shrink; and a
-    third of what is left of all prompts, so that many prompts are computed in larger chunks.
+    The longest prompt counts as a whole until it ends, so that its chunks do not shrink. A third of
+    what is left of all counts if it is more, so that many prompts get larger chunks.
 
     Args:
-        longest_tokens: length of the longest unfinished prompt, computed tokens included.
-        tokens_left: tokens of all prompts that are not computed yet.
+        longest_tokens: the length of the longest unfinished prompt, its computed part included.
+        tokens_left: the tokens that are left of all prompts.
     """
     return max(longest_tokens, tokens_left // 3)

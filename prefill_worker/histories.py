@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.commands import Dropped, Mailbox
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import HISTORY_READS, PAGE_MISMATCHES, VERIFIED_PAGES
@@ -123,8 +123,7 @@ class Histories:
             lambda pull: self._inbox.post(HistoryRead(stream, pull)),
         )
         request.load = HistoryLoad(pull, first, end, time.monotonic())
-        request.progressed_at = time.monotonic()
-        self._context.faults.reach(FaultPhase.BORROWING, stream.decode_incarnation)
+        request.enter(Phase.BORROWING)
         return True
 
     def read(self, message: HistoryRead, request: PrefillRequest | None) -> None:

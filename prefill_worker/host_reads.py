@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.context import SchedulerContext
+from kvrelay.engine.scheduler.tier_loads import TierLoads
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.prefill_worker.request import PrefillRequest
 from kvrelay.wire.hand_over import Announce
@@ -24,15 +25,18 @@ class HostReads:
 
     Args:
         context: has the tier.
+        loads: knows the requests' page hashes.
         announce: sends pages to a request's decode worker.
     """
 
     def __init__(
         self,
         context: SchedulerContext[PrefillRequest],
+        loads: TierLoads[PrefillRequest],
         announce: Callable[[PrefillRequest, Announce | None], None],
     ) -> None:
         self._context = context
+        self._loads = loads
         self._announce = announce
 
     def offer(self, request: PrefillRequest) -> None:
@@ -48,14 +52,12 @@ class HostReads:
             return
         request.host_looked_at = tier.version
         known = request.input_ids[: request.reusable_len]
-        if not request.tier_keys:
-            request.tier_keys = tier.hash(known, request.namespace)
-        pages = tier.lend(known, request.tier_keys, hand_over.announced_pages)
+        pages = tier.lend(known, self._loads.keys_of(request, known), hand_over.announced_pages)
         if not pages:
             return
         request.lent += pages
         self._announce(request, hand_over.announce_host([page.slot for page in pages]))
-        self._context.faults.reach(FaultPhase.LENDING, request.decode_incarnation)
+        request.enter(Phase.LENDING)
 
     def take_back(self, request: PrefillRequest) -> None:
         """Take back the pages of a released request; reads of them will not be used."""

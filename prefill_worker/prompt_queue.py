@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
-from kvrelay.engine.scheduler.attempt_trace import ASK, HAND_OVER
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.prompts_in_progress import ComputingPrompts
@@ -60,7 +58,7 @@ class PromptQueue:
     ) -> None:
         self._context = context
         self._agent = agent
-        self._bypass_limit = bypass_limit
+        self._admission = AdmissionInTurn(context, self._reserve, bypass_limit)
         self._waits = PrefixWaits(
             context,
             prefix_wait,
@@ -69,7 +67,7 @@ class PromptQueue:
             leads_for=_leads_for,
         )
         self._loads = TierLoads(context)
-        self.host_reads = HostReads(context, self.announce)
+        self.host_reads = HostReads(context, self._loads, self.announce)
         """The pages that decode workers read on the host."""
         self._publish = publish
         self._begin_load = begin_load
@@ -99,13 +97,7 @@ class PromptQueue:
         def must_wait(request: PrefillRequest) -> bool:
             return self._loads.must_wait(request, request.reusable_len)
 
-        for request in admit_in_turn(
-            self._context.kv_cache,
-            granted,
-            self._reserve,
-            self._bypass_limit,
-            must_wait=must_wait,
-        ):
+        for request in self._admission.admit(granted, must_wait=must_wait):
             self._waiting.remove(request)
             if not self._begin_load(request):
                 self.compute(request)
@@ -116,7 +108,6 @@ class PromptQueue:
     def compute(self, request: PrefillRequest) -> None:
         """Compute the missing part of a request that has memory, and announce the rest."""
         self.computing.add(request)
-        self._context.faults.reach(FaultPhase.PREFILLING, request.decode_incarnation)
         self.announce_written_pages(request)
         self.host_reads.offer(request)
 
@@ -140,9 +131,7 @@ class PromptQueue:
             send(self._context, request, request.hand_over.ask())
             # What a lower tier has of it comes while the decode worker looks for room.
             self._loads.must_wait(request, request.reusable_len)
-            if request.trace is not None:
-                request.trace.begin(ASK)
-            request.progressed_at = time.monotonic()
+            request.enter(Phase.ASKED)
             leaders.append(request)
 
     def _will_publish(self, request: PrefillRequest) -> bool:
@@ -154,9 +143,7 @@ class PromptQueue:
     def take_grant(self, request: PrefillRequest, grant: Grant) -> None:
         """Note that the request's decode worker has reserved the prompt."""
         request.hand_over.on_grant(grant)
-        if request.trace is not None:
-            request.trace.end(ASK)
-        request.progressed_at = time.monotonic()
+        request.enter(Phase.GRANTED)
 
     def announce_written_pages(self, request: PrefillRequest) -> None:
         """Announce the whole pages whose KV is written and that were not announced yet."""
@@ -169,8 +156,6 @@ class PromptQueue:
             return
         if not request.announced:
             request.announced = True
-            if request.trace is not None:
-                request.trace.begin(HAND_OVER)
             self._agent.begin_serving()
         send(self._context, request, message)
 

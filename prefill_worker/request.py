@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import ASK, HANDED_OVER, PhaseSpan
 from kvrelay.engine.scheduler.outbox import MessageStream
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
@@ -15,6 +17,7 @@ from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.host.host_page import HostPage
 from kvrelay.wire.hand_over import FromDecode, FromPrefill, History, PageSum, Sequenced
+from kvrelay.wire.request_progress import RequestPhase
 from kvrelay.wire.submit import RequestKey
 
 
@@ -99,6 +102,14 @@ PrefillMessage: TypeAlias = StreamEvent | PagesHashed | HistoryRead | HistoryHas
 class PrefillRequest(Request):
     """A request whose prompt is computed here and handed over."""
 
+    SPANS: ClassVar[Sequence[PhaseSpan]] = (ASK, HANDED_OVER)
+    SHOWN: ClassVar[Mapping[Phase, RequestPhase]] = {
+        **Request.SHOWN,
+        Phase.ASKED: RequestPhase.ASKED,
+        Phase.GRANTED: RequestPhase.GRANTED,
+        Phase.BORROWING: RequestPhase.READING,
+    }
+
     hand_over: PrefillHandOver
     stream: HandOverStream | None = None
     announced: bool = False
@@ -126,3 +137,8 @@ class PrefillRequest(Request):
     def decode_incarnation(self) -> str:
         """The worker that takes it over; empty before its stream has opened."""
         return self.stream.decode_incarnation if self.stream else ""
+
+    @property
+    def peer(self) -> str:
+        """The worker that takes it over; empty before its stream has opened."""
+        return self.decode_incarnation

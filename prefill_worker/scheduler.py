@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 from tokenizers import Tokenizer
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.commands import Cancel, Mailbox, Submit, Wake
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.commands import Mailbox, Submit, Wake
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.prompts_in_progress import PromptRun
 from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
-from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.release import Outcome
@@ -35,15 +33,7 @@ from kvrelay.wire.hand_over import FirstToken, HandOverEnd
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd, SampledToken
 from kvrelay.wire.request_progress import RequestPhase, RequestProgress
-
-_PHASES: Final = {
-    PrefillState.ASKED: RequestPhase.ASKED,
-    PrefillState.GRANTED: RequestPhase.GRANTED,
-    PrefillState.LOADING: RequestPhase.READING,
-    PrefillState.LOADED: RequestPhase.READING,
-    PrefillState.ANNOUNCED: RequestPhase.ANNOUNCED,
-    PrefillState.VERIFYING: RequestPhase.ANNOUNCED,
-}
+from kvrelay.wire.submit import CancelRequest
 
 
 class PrefillScheduler:
@@ -107,8 +97,9 @@ class PrefillScheduler:
         """Queue a new request, for a grant of its decode worker and then for memory here."""
         request = PrefillRequest.of(
             command,
+            faults=self._context.faults,
             hand_over=PrefillHandOver(self._context.kv_cache.shape.windowed),
-            alone_until=alone_until(command, self._config),
+            alone_until=alone_until(command.submission, self._config),
         )
         # Here one request stands for all of its choices, under the key of the first.
         request.key = command.key.of_choice(0)
@@ -116,9 +107,9 @@ class PrefillScheduler:
             return
         request.stream = self.hand_overs.take_early_stream(request.key)
         self._queue.add(request)
-        self._context.faults.reach(FaultPhase.QUEUED, request.decode_incarnation)
+        request.enter(Phase.QUEUED)
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """End a request, if it still lives, and free its memory."""
         request = self._context.requests.get(command.key.of_choice(0))
         if request is not None:
@@ -195,9 +186,7 @@ class PrefillScheduler:
             everything = request.hand_over.is_announced
             written = pages if everything else request.kv_written_len // self._page_size
             announced = pages if everything else request.hand_over.announced_pages
-            phase = _PHASES.get(request.hand_over.state, RequestPhase.QUEUED)
-            if phase is RequestPhase.GRANTED and request.lease is not None:
-                phase = RequestPhase.COMPUTING
+            phase = RequestPhase.ANNOUNCED if everything else request.shown_phase
             attempt = request.key.attempt
             yield request, RequestProgress(attempt, phase, pages, written, announced)
 
@@ -215,7 +204,7 @@ class PrefillScheduler:
         assert run is not None
         first_tokens = []
         for choice, token in zip(request.choices, tokens, strict=True):
-            checker = StopChecker(request.stops, self._tokenizer, request.output_ids)
+            checker = StopChecker(request.params.stops, self._tokenizer, request.output_ids)
             finish = checker.check(token.token_id)
             self._emit_first_token(request, run, choice, token, finish)
             first_tokens.append(FirstToken(token.token_id, finished=finish is not None))

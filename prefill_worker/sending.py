@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.prefill_worker.request import PrefillRequest
 from kvrelay.wire.hand_over import Announce, FromPrefill
@@ -16,5 +16,5 @@ def send(
     if message is None or stream is None:
         return
     if isinstance(message, Announce):
-        context.faults.reach(FaultPhase.ANNOUNCED, stream.decode_incarnation)
+        request.enter(Phase.ANNOUNCED)
     context.outbox.put(stream, stream.sequencer.number(message))

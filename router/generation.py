@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvrelay.router.callers import Caller
-from kvrelay.router.placement.known_prefixes import PromptMarks
 from kvrelay.router.sessions import Turn
-from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey, SubmitRequest
+from kvrelay.wire.page_hash import PageHashes
+from kvrelay.wire.submit import GenerationParams, KeptSession, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
+
+PromptMarks: TypeAlias = Mapping[PageHashes, tuple[int, ...]]
+"""The marks of a prompt by hashing scheme: one scheme, if all workers have one page size.
+
+They belong to one tenant and salt, and so match no other's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,8 @@ class Grammar:
 class GenerationRequest:
     """A validated request, from which its submissions to workers are made."""
 
-    request_id: str
+    submission: SubmitRequest
+    """The submission that all attempts begin with; the prompt itself stays in `input_ids`."""
     fingerprint: bytes
     """The digest of the body as the client sent it, without a drawn seed.
 
@@ -35,18 +43,29 @@ class GenerationRequest:
     """
     input_ids: Sequence[int]
     """Prompt token ids, packed in 4 bytes each: there may be many long prompts."""
-    params: GenerationParams
-    priority: int
     caller: Caller
     """The client that sent the request."""
-    namespace: str
-    """The part of the prefix index that the request uses."""
     marks: PromptMarks = field(default_factory=dict)
     """The marks of the prompt's prefixes, by which the router knows the workers that have them."""
     turn: Turn | None = None
     """The turn of a session that the request is; None: it is none."""
     grammar: Grammar | None = None
     """The grammar of its structured output."""
+
+    @property
+    def request_id(self) -> str:
+        """The client's id of it, or the router's own."""
+        return self.submission.key.request_id
+
+    @property
+    def params(self) -> GenerationParams:
+        """The parameters that its client has chosen."""
+        return self.submission.sampling_params
+
+    @property
+    def priority(self) -> int:
+        """The priority; lower runs earlier."""
+        return self.submission.priority
 
     @property
     def id(self) -> tuple[str, str]:
@@ -85,21 +104,54 @@ class Submission:
     """
 
     request: GenerationRequest
-    attempt: int
-    choices: range
-    """A single choice, where something is emitted."""
-    age_seconds: float
-    """Seconds since the router took the request."""
+    message: SubmitRequest
+    """The message to its workers; `to_worker` adds the input, and what depends on the worker."""
     emitted: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
-    """The request's, unless they have come already."""
     alone: Set[WorkerRole] = frozenset()
     """The roles on whose workers a forward with one of the choices has failed, or may have.
 
     The choices are to have forwards of their own there.
     """
-    traceparent: str = ""
-    """The attempt's span, as W3C writes it; empty: the request is not traced."""
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        attempt: int,
+        choices: range,
+        age_seconds: float,
+        *,
+        emitted: tuple[int, ...] = (),
+        prompt_logprobs: int | None = None,
+        alone: Set[WorkerRole] = frozenset(),
+    ) -> Submission:
+        """Make the submission of an attempt at a request.
+
+        Args:
+            request: the request.
+            attempt: the attempt's number.
+            choices: the choices; one alone, where something is emitted.
+            age_seconds: since the router took the request.
+            emitted: what earlier attempts have said.
+            prompt_logprobs: as the request's, unless they have come already.
+            alone: roles whose workers are to compute it in forwards of their own.
+        """
+        params = dataclasses.replace(
+            request.params, n=len(choices), prompt_logprobs=prompt_logprobs
+        )
+        message = dataclasses.replace(
+            request.submission,
+            key=request.submission.key._replace(attempt=attempt),
+            sampling_params=params,
+            first_choice=choices.start,
+            age_seconds=age_seconds,
+        )
+        return cls(request, message, emitted, alone)
+
+    def traced(self, traceparent: str) -> Submission:
+        """Copy it with the attempt's span, as W3C writes it."""
+        message = dataclasses.replace(self.message, traceparent=traceparent)
+        return dataclasses.replace(self, message=message)
 
     @property
     def request_id(self) -> str:
@@ -107,19 +159,24 @@ class Submission:
         return self.request.request_id
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """The length of the prompt among the input ids."""
-        return len(self.request.input_ids)
+    def attempt(self) -> int:
+        """The attempt's number."""
+        return self.message.key.attempt
 
     @property
-    def input_ids(self) -> tuple[int, ...]:
-        """All tokens to be computed before the next one."""
-        return (*self.request.input_ids, *self.emitted)
+    def choices(self) -> tuple[int, ...]:
+        """The choices that are wanted; a single one, where something is emitted."""
+        return self.message.choices
+
+    @property
+    def input_len(self) -> int:
+        """The number of tokens to be computed before the next one."""
+        return len(self.request.input_ids) + len(self.emitted)
 
     @property
     def in_full_on(self) -> Set[WorkerRole]:
         """The roles whose workers reuse no cached KV for its prompt, if they compute it."""
-        return in_full_on(self.prompt_logprobs, self.alone)
+        return in_full_on(self.message.sampling_params.prompt_logprobs, self.alone)
 
     def kept_on(self, incarnation: str) -> int:
         """Tokens of its input that a worker is expected to have for its session."""
@@ -141,20 +198,11 @@ class Submission:
             prefill: the prefill worker, only for a decode worker.
             cached_tokens: tokens of the input that the worker is expected to have.
         """
-        return SubmitRequest(
-            key=RequestKey("", self.request_id, self.attempt),
-            input_ids=self.input_ids,
-            num_prompt_tokens=self.num_prompt_tokens,
-            sampling_params=dataclasses.replace(
-                self.request.params, n=len(self.choices), prompt_logprobs=self.prompt_logprobs
-            ),
-            first_choice=self.choices.start,
-            priority=self.request.priority,
-            age_seconds=self.age_seconds,
+        return dataclasses.replace(
+            self.message,
+            input_ids=(*self.request.input_ids, *self.emitted),
             prefill=WorkerAddress(prefill.address, prefill.incarnation) if prefill else None,
-            namespace=self.request.namespace,
             alone=role in self.alone,
             cached_tokens=cached_tokens,
             session=None if role is WorkerRole.PREFILL else self._kept_session,
-            traceparent=self.traceparent,
         )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from kvrelay.wire.sampling_limits import LOGIT_BIAS, check_parameters
 from kvrelay.wire.worker_info import WorkerAddress
-
-MAX_CHOICES = 16
-"""The most outputs of one prompt."""
 
 
 class RequestKey(NamedTuple):
@@ -91,23 +88,9 @@ class SamplingParams:
     """The form of the output: only tokens that lead to it are sampled."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature < math.inf, "temperature", "must be at least 0 and finite")
-        _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]")
-        _require(self.top_k >= 0, "top_k", "must be at least 0")
-        _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]")
-        _require(math.isfinite(self.frequency_penalty), "frequency_penalty", "must be finite")
-        _require(math.isfinite(self.presence_penalty), "presence_penalty", "must be finite")
-        _require(
-            0 < self.repetition_penalty < math.inf,
-            "repetition_penalty",
-            "must be positive and finite",
-        )
-        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "must be at least 0")
-        _require(
-            all(math.isfinite(bias) for bias in self.logit_bias.values()),
-            "logit_bias",
-            "must be finite",
-        )
+        check_parameters(self)
+        for bias in self.logit_bias.values():
+            LOGIT_BIAS.check("logit_bias", bias)
 
     @property
     def is_greedy(self) -> bool:
@@ -145,6 +128,9 @@ class StopConditions:
     skip_special_tokens: bool = True
     """Special tokens are left out of the rendered text."""
 
+    def __post_init__(self) -> None:
+        check_parameters(self)
+
     def with_eos(self, eos_token_ids: Iterable[int]) -> StopConditions:
         """A copy with the model's end-of-sequence tokens, unless they are ignored."""
         eos = () if self.ignore_eos else eos_token_ids
@@ -163,6 +149,9 @@ class GenerationParams:
     """The number of likeliest tokens to report at each prompt token; None reports nothing."""
     speculate: bool = True
     """Drafts may be verified for the request, where the worker has a drafter."""
+
+    def __post_init__(self) -> None:
+        check_parameters(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +207,53 @@ class SubmitRequest:
     traceparent: str = ""
     """The attempt's span as a W3C traceparent, if the request is traced."""
 
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The outputs of the one prompt that are wanted; one, if any was emitted before."""
+        return tuple(range(self.first_choice, self.first_choice + self.sampling_params.n))
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return self.input_ids[: self.num_prompt_tokens]
+
+    @property
+    def emitted_ids(self) -> tuple[int, ...]:
+        """The tokens that an earlier attempt has emitted."""
+        return self.input_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_emitted(self) -> int:
+        """How many tokens an earlier attempt has emitted."""
+        return len(self.input_ids) - self.num_prompt_tokens
+
+    def received_by(self, router: str, eos_token_ids: Iterable[int]) -> SubmitRequest:
+        """Add what a worker knows: the router's name, and its model's end-of-sequence tokens.
+
+        The key then names the first choice. Scores of a prompt come before the first token, so
+        none are due once anything was emitted.
+        """
+        params = self.sampling_params
+        return dataclasses.replace(
+            self,
+            key=self.key._replace(router=router, choice=self.first_choice),
+            sampling_params=dataclasses.replace(
+                params,
+                stops=params.stops.with_eos(eos_token_ids),
+                prompt_logprobs=None if self.num_emitted else params.prompt_logprobs,
+            ),
+        )
+
+    def going_on(self, key: RequestKey, input_ids: tuple[int, ...]) -> SubmitRequest:
+        """Make the submission of one choice that goes on after tokens that were emitted."""
+        return dataclasses.replace(
+            self,
+            key=key,
+            input_ids=input_ids,
+            sampling_params=dataclasses.replace(self.sampling_params, n=1, prompt_logprobs=None),
+            first_choice=key.choice,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ForgetSessionRequest:
@@ -261,8 +297,3 @@ class AttachRequest:
     """One message of a router's stream to a worker."""
 
     command: RouterCommand
-
-
-def _require(holds: bool, field_name: str, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{field_name} {rule}")

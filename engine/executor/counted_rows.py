@@ -89,7 +89,7 @@ class CountedRows:
         wanted = [
             (place, item.token_state)
             for place, item in enumerate(items)
-            if item.sample and item.token_state.sampling.reads_output
+            if item.sample and item.token_state.params.sampling.reads_output
             if len(item.token_state.choices) == 1 and not drafts[place]
         ]
         if not wanted:
@@ -121,7 +121,7 @@ class CountedRows:
         state.counted = self._holders[row] = CountedRow(row, state.prompt_len)
         self._use(state)
         changes.cleared.append(row)
-        if state.sampling.repetition_penalty != 1:  # nothing else depends on a prompt
+        if state.params.sampling.repetition_penalty != 1:  # nothing else depends on a prompt
             places = places_of(row, self._counts.vocab, list(state.prompt_ids))
             changes.prompt.append(places)
 

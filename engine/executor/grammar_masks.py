@@ -81,7 +81,7 @@ class GrammarMasks:
         sampled = [
             i
             for i, item in enumerate(items)
-            if item.sample and item.token_state.sampling.structured_output is not None
+            if item.sample and item.token_state.params.sampling.structured_output is not None
         ]
         if not sampled:
             return drafts, NO_MASKS
@@ -102,10 +102,9 @@ class GrammarMasks:
     def _progress(self, state: TokenState) -> GrammarProgress:
         """Advance the output's grammar to its latest token; raises `GrammarError`."""
         if state.grammar is None:
-            assert state.sampling.structured_output is not None
-            state.grammar = GrammarProgress(
-                self._prepare(state.sampling.structured_output).result()
-            )
+            wanted = state.params.sampling.structured_output
+            assert wanted is not None
+            state.grammar = GrammarProgress(self._prepare(wanted).result())
         state.grammar.follow(state.output_ids)
         return state.grammar
 

@@ -279,7 +279,7 @@ class ModelExecutor:
 
     def _needs_tokens(self, item: Scheduled[object]) -> bool:
         """Whether an item cannot be launched before the host knows its latest tokens."""
-        pending, sampling = item.token_state.pending, item.token_state.sampling
+        pending, sampling = item.token_state.pending, item.token_state.params.sampling
         if pending is None:
             return False
         is_on_device = self._draw is not None and pending.is_sure
@@ -291,7 +291,11 @@ class ModelExecutor:
     def _launch_forward(
         self, launched: LaunchedForward[RequestT], staging: StagingSet
     ) -> LogitRows:
-        """Launch the forward of its items, and their sampling."""
+        """Launch the forward of its items, and their sampling.
+
+        The order matters. Drafts come before masks, which check them. Masks are computed beside the
+        forward and awaited behind it. Sampling comes last: it reads masks and counts.
+        """
         items, forward = launched.items, self._streams.forward
         tables = launched.step.page_tables
         if len(items) < len(launched.step.scheduled):
@@ -369,9 +373,10 @@ class ModelExecutor:
 def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores:
     """Select the prompt tokens of an item's chunk that are to be scored."""
     state, count = item.token_state, rows.stop - rows.start
-    assert state.prompt_logprobs is not None
+    num_top = state.params.prompt_logprobs
+    assert num_top is not None
     following = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
-    return ChunkScores(rows, following, state.prompt_logprobs)
+    return ChunkScores(rows, following, num_top)
 
 
 def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSequence]:
@@ -441,14 +446,15 @@ def _sampling_row(
     state: TokenState, choice: int, allowed: Allowed | None = None, counted_row: int | None = None
 ) -> SamplingRow:
     """Build the sampling parameters of the token that follows a state, for one choice."""
-    position, sampling, least = len(state.token_ids), state.sampling, state.stops.min_tokens
+    position, sampling, stops = len(state.token_ids), state.params.sampling, state.params.stops
+    least = stops.min_tokens
     needs_outputs = sampling.edits_logits and counted_row is None
     return SamplingRow(
         params=sampling,
         position=position,
         prompt_ids=state.prompt_ids,
         output_ids=state.output_ids if needs_outputs else (),
-        banned_ids=tuple(state.stops.stop_token_ids) if least else (),
+        banned_ids=tuple(stops.stop_token_ids) if least else (),
         banned_for=max(0, least - (position - state.prompt_len)) if least else 0,
         choice=choice,
         allowed=None if isinstance(allowed, GrammarError) else allowed,

@@ -48,7 +48,7 @@ class LogitRows:
         """Add the rows of the next item, whose tokens begin at place `begin` in the batch."""
         state, last = item.token_state, begin + item.num_tokens - 1
         first, num_scored = len(self.tokens), 0
-        if state.prompt_logprobs is not None:
+        if state.params.prompt_logprobs is not None:
             num_scored = _num_scored(item)
             self.tokens += range(begin, begin + num_scored)
         self.scored.append(slice(first, first + num_scored))

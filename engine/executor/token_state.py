@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
-from kvrelay.wire.submit import SamplingParams, StopConditions
+from kvrelay.wire.submit import GenerationParams
 
 UNKNOWN: Final = -1
 """The placeholder for a token that only the device knows."""
@@ -60,13 +60,10 @@ class TokenState:
     input_len: int
     """How many of `token_ids` get their KV from prompt chunks or from a hand-over."""
     prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    stops: StopConditions
+    params: GenerationParams
+    """The parameters that its client has chosen."""
     choices: Sequence[int]
     """The outputs of the prompt that are sampled here: one, or all of them from its last chunk."""
-    prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to report for each prompt token; None: report no prompt
-    tokens."""
     kv_len: int = 0
     """Tokens whose KV is written and right; rejected drafts wrote beyond it."""
     draft_kv_len: int = 0
@@ -96,7 +93,7 @@ class TokenState:
     @property
     def room(self) -> int:
         """How many more tokens may be sampled; below 1 if a step was launched for one too many."""
-        return len(self.prompt_ids) + self.stops.max_tokens - len(self.token_ids)
+        return len(self.prompt_ids) + self.params.stops.max_tokens - len(self.token_ids)
 
     @property
     def in_prompt(self) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from kvrelay.engine.phases import Phase
 from kvrelay.observe.spans import Attributes, AttributeValue, SpanRecorder, SpanSink
 from kvrelay.observe.trace_context import TraceContext
 from kvrelay.wire.submit import RequestKey
@@ -14,16 +17,29 @@ QUEUE: Final = "queue"
 """The time from the attempt's arrival until it has memory."""
 CHUNK: Final = "prefill chunk"
 """A forward that computes a part of the prompt."""
-ASK: Final = "hand-over ask"
-"""The time until the decode side has granted memory, seen from the prefill side."""
-GRANT: Final = "hand-over grant"
-"""The time from the ask until there is memory, on the decode side."""
-HAND_OVER: Final = "hand-over"
-"""The time until the decode side has all pages and the prefill side has confirmed them. Begins on
-the prefill side with the first announcement, on the decode side with the grant."""
 PULL: Final = "hand-over pull"
 """One read of announced pages."""
-DECODE: Final = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """A span between two phases of a request."""
+
+    name: str
+    since: Phase
+    until: Phase | None = None
+    """The phase that ends it; None: it ends with the attempt."""
+
+
+ASK: Final = PhaseSpan("hand-over ask", Phase.ASKED, Phase.GRANTED)
+"""The time on the prefill side, until the decode side has granted memory."""
+GRANT: Final = PhaseSpan("hand-over grant", Phase.ASKED, Phase.GRANTED)
+"""The time on the decode side, from the ask until there is memory."""
+HANDED_OVER: Final = PhaseSpan("hand-over", Phase.ANNOUNCED)
+"""The time on the prefill side, from the first announcement until the decode side has all pages."""
+TAKEN_OVER: Final = PhaseSpan("hand-over", Phase.GRANTED, Phase.DECODING)
+"""The time on the decode side, until the prefill side has confirmed all pages."""
+DECODE: Final = PhaseSpan("decode", Phase.DECODING)
 """The time from the activation to the end of the last choice."""
 
 
@@ -55,17 +71,15 @@ class AttemptTrace:
         self._error: str | None = None
         self._open: dict[str, float] = {}
 
-    def begin(self, name: str) -> None:
-        """Begin a span of this name now."""
-        self._open[name] = time.monotonic()
-
-    def end(
-        self, name: str, attributes: Attributes | None = None, *, error: str | None = None
-    ) -> None:
-        """End the span of this name now; does nothing if it did not begin."""
-        began = self._open.pop(name, None)
-        if began is not None:
-            self._recorder.record(name, began, time.monotonic(), attributes, error=error)
+    def enter(self, phase: Phase, spans: Sequence[PhaseSpan]) -> None:
+        """End those of the spans that a phase ends, and begin those that it begins."""
+        now = time.monotonic()
+        for span in spans:
+            if span.until is phase and span.name in self._open:
+                self._recorder.record(span.name, self._open.pop(span.name), now)
+        for span in spans:
+            if span.since is phase:
+                self._open.setdefault(span.name, now)
 
     def record(
         self,
@@ -97,14 +111,15 @@ class AttemptTrace:
         self._error = self._error or error
         if self._requests:
             return
-        for name in list(self._open):
-            self.end(name, error=self._error)
+        now = time.monotonic()
+        for name, began in self._open.items():
+            self._recorder.record(name, began, now, error=self._error)
+        self._open.clear()
         attributes: Attributes = {
             **self._attributes,
             "kvrelay.outcome": outcome,
             "kvrelay.output_tokens": self._output_tokens,
         }
-        now = time.monotonic()
         self._recorder.record_own(self._name, self._began, now, attributes, error=self._error)
 
 

@@ -37,6 +37,7 @@ def fork_and_run(
     for other in others:
         context.requests[other.key] = other
     request.kv_written_len = request.input_len
+    request.check_lengths()
     has_memory = not others or context.fork(request, others)
     for one, (_, token_id) in zip([request, *others], first_tokens, strict=True):
         one.output_ids.append(token_id)
@@ -50,6 +51,8 @@ def fork_and_run(
 
 def _copy_for_choice(request: RequestT, choice: int) -> RequestT:
     """Copy the request for one choice alone, without memory."""
+    if request.trace is not None:
+        request.trace.share()
     return replace(
         request,
         key=request.key.of_choice(choice),
@@ -57,5 +60,4 @@ def _copy_for_choice(request: RequestT, choice: int) -> RequestT:
         output_ids=list(request.output_ids),
         checker=request.checker.again(request.output_ids),
         lease=None,
-        trace=None if request.trace is None else request.trace.share(),
     )

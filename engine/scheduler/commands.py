@@ -15,8 +15,14 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
-from kvrelay.wire.worker_info import WorkerAddress
+from kvrelay.wire.submit import (
+    CancelRequest,
+    ForgetSessionRequest,
+    RequestKey,
+    SubmitRequest,
+    TellPrefixesRequest,
+    WatchRequests,
+)
 
 
 class Dropped(StrEnum):
@@ -60,64 +66,27 @@ class Submit:
     """A new attempt at a request."""
 
     link: RouterLink
-    key: RequestKey
-    input_ids: tuple[int, ...]
-    """The prompt, and the tokens that an earlier attempt has emitted."""
-    prompt_len: int
-    """The number of prompt tokens in `input_ids`."""
-    sampling: SamplingParams
-    stops: StopConditions
-    choices: tuple[int, ...] = (0,)
-    """The outputs that are wanted of the prompt; only one, if an earlier attempt emitted tokens."""
-    prompt_logprobs: int | None = None
-    speculate: bool = True
-    priority: int = 0
+    submission: SubmitRequest
+    """The router's submission, with all that `SubmitRequest.received_by` adds."""
     arrived: float = field(default_factory=time.monotonic)
     """The moment at which a router took it, by this worker's clock."""
-    prefill: WorkerAddress | None = None
-    """For a decode worker: the worker that computes the prompt; None: it computes it itself."""
-    namespace: str = ""
-    """The namespace of the prefix index."""
-    alone: bool = False
-    """Whether to compute it alone, because it may break the forward that it is in."""
-    cached_tokens: int = 0
-    """Input tokens that the router expects the worker to have in its cache."""
     grammar: Future[Any] | None = None
     """The compiled grammar, held so that it is there when the first mask needs it."""
-    session: KeptSession | None = None
-    """The session that this is a turn of."""
     trace: AttemptTrace | None = None
     """The trace of the request, if it is traced."""
 
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """The end of a request with all its choices. Unknown keys are ignored."""
-
-    key: RequestKey
+    @property
+    def key(self) -> RequestKey:
+        """The attempt's name, and its first choice's."""
+        return self.submission.key
 
 
 @dataclass(frozen=True, slots=True)
-class TellPrefixes:
-    """A router's request for all prefixes of the index, because it has missed an update."""
+class FromRouter:
+    """A command that concerns no request, and the router that gives it."""
 
     link: RouterLink
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetSession:
-    """The end of a router's session, which may go on elsewhere: keep nothing of it."""
-
-    link: RouterLink
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """A change of whether a client watches a router's requests."""
-
-    link: RouterLink
-    on: bool
+    command: TellPrefixesRequest | ForgetSessionRequest | WatchRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +150,7 @@ class Stop:
     """The end of the engine's loop."""
 
 
-RouterCommand: TypeAlias = Attach | Detach | Submit | Cancel | TellPrefixes | ForgetSession | Watch
+RouterCommand: TypeAlias = Attach | Detach | Submit | CancelRequest | FromRouter
 """The commands that routers cause."""
 Command: TypeAlias = (
     RouterCommand

@@ -82,16 +82,21 @@ class SchedulerContext(Generic[RequestT]):
         self.links: list[RouterLink] = []
         self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
         """The reports to routers of what the prefix index has."""
-        self.session_turns = SessionTurns(kv_cache, metrics, self.faults)
+        self.session_turns = SessionTurns(kv_cache, metrics)
         """The KV that sessions keep between their turns."""
         self.progress = ProgressReports()
         """The progress reports to routers that watch their requests."""
         self.draining = False
         """Whether the worker takes no more requests. The loop sets it and never unsets it."""
+        self._on_release: list[Callable[[RequestT], object]] = []
         self._copies: list[PageCopy] = []
         self._outputs: dict[RouterLink, list[RequestOutput]] = {}
         self._last_load: WorkerLoad | None = None
         self._reused_share = 0.0
+
+    def on_release(self, forget: Callable[[RequestT], object]) -> None:
+        """Have every request that is released forgotten by whoever kept something for it."""
+        self._on_release.append(forget)
 
     def attach(self, link: RouterLink) -> None:
         """Add a router's stream; the router is told the load after this pass."""
@@ -112,10 +117,10 @@ class SchedulerContext(Generic[RequestT]):
 
     def retract_new(self, command: Submit) -> None:
         """Retract a request that has just come: its router submits it to another worker."""
-        emitted = len(command.input_ids) - command.prompt_len
-        for choice in command.choices:
+        submission, end = command.submission, RequestEnd(EndReason.RETRACTED)
+        for choice in submission.choices:
             key = command.key.of_choice(choice)
-            output = RequestOutput(key, emitted, end=RequestEnd(EndReason.RETRACTED))
+            output = RequestOutput(key, submission.num_emitted, end=end)
             self._outputs.setdefault(command.link, []).append(output)
 
     def register(self, request: RequestT, most_tokens: int) -> bool:
@@ -172,8 +177,7 @@ class SchedulerContext(Generic[RequestT]):
         )
         if request.lease is None:
             return False
-        if request.trace is not None:
-            _trace_queue(request.trace, request)
+        _trace_queue(request)
         share = request.lease.kv_committed_len / request.input_len
         self._reused_share = max(share, self._reused_share * _REUSE_FADES)
         return True
@@ -285,7 +289,8 @@ class SchedulerContext(Generic[RequestT]):
             fences: transfers that still read or write its pages, besides its last forward.
         """
         self._release_kv_cache(request, outcome, fences)
-        self._leave_storage(request)
+        for forget in self._on_release:
+            forget(request)
         request.has_ended = True
         del self.requests[request.key]
         if end is not None:
@@ -293,18 +298,6 @@ class SchedulerContext(Generic[RequestT]):
                 self.emit(request, tokens, end, timings, choice=choice)
         if request.trace is not None:
             _trace_end(request.trace, request, outcome, end)
-
-    def _leave_storage(self, request: RequestT) -> None:
-        """Give up what storage still brings for a request that needs it no more."""
-        wait, tier = request.storage_wait, self.host_tier
-        if (
-            wait is not None
-            and wait.left_at is None
-            and tier is not None
-            and tier.storage is not None
-        ):
-            wait.left_at = self.kv_cache.clock()
-            tier.storage.leave(wait.prefetch)
 
     def _release_kv_cache(
         self, request: RequestT, outcome: Outcome, fences: Iterable[Fence]
@@ -410,13 +403,13 @@ class SchedulerContext(Generic[RequestT]):
         self.outbox.flush()
 
 
-def _trace_queue(trace: AttemptTrace, request: Request) -> None:
+def _trace_queue(request: Request) -> None:
     """Record that a request has memory now."""
     attributes = {
         "kvrelay.input_tokens": request.input_len,
         "kvrelay.cached_tokens": request.held.kv_committed_len,
     }
-    trace.record(QUEUE, request.received, time.monotonic(), attributes)
+    request.record(QUEUE, request.received, time.monotonic(), attributes)
 
 
 def _trace_end(

@@ -46,7 +46,7 @@ class GrowthReserve:
         """Move the estimate towards the output length of a request that ended by itself."""
         tokens = len(request.output_ids)
         self._mean_output += (_WEIGHT if self._mean_output else 1) * (tokens - self._mean_output)
-        part = tokens / request.stops.max_tokens
+        part = tokens / request.params.stops.max_tokens
         self._set(self._part + _WEIGHT * (part - self._part))
 
     def learn_from_retraction(self) -> None:
@@ -64,7 +64,7 @@ class GrowthReserve:
         """Sum `tokens` over the requests."""
         total, part = 0, self._part
         for request in requests:
-            most, has = request.stops.max_tokens, len(request.output_ids)
+            most, has = request.params.stops.max_tokens, len(request.output_ids)
             expected, left = ceil(part * most) - has, most - has
             # Calls of `min` and `max` would take longer than everything else here.
             if expected < 1:

@@ -29,18 +29,17 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, assert_never
 from kvrelay.device.thread_end import CLOSE_SECONDS, ended_within
 from kvrelay.engine.executor.failures import ForwardFailedError, WorkerBrokenError
 from kvrelay.engine.executor.step import Scheduled, Step, StepEnded, StepOutput
-from kvrelay.engine.faults import FaultPhase
-from kvrelay.engine.scheduler.attempt_trace import CHUNK, AttemptTrace
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import CHUNK
 from kvrelay.engine.scheduler.build_step import build_step
 from kvrelay.engine.scheduler.commands import (
     Attach,
-    Cancel,
     Command,
     Detach,
     Drain,
     Dropped,
     FindHistory,
-    ForgetSession,
+    FromRouter,
     GiveUp,
     Inbox,
     Inspect,
@@ -50,18 +49,23 @@ from kvrelay.engine.scheduler.commands import (
     RouterCommand,
     Stop,
     Submit,
-    TellPrefixes,
     Wake,
-    Watch,
 )
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import AUDIT_FAILURES, FAILED_STEPS
+from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.host.tier_copies import CopyEnded
 from kvrelay.mem_cache.storage.storage_orders import StorageEnded
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.request_progress import RequestProgress
+from kvrelay.wire.submit import (
+    CancelRequest,
+    ForgetSessionRequest,
+    TellPrefixesRequest,
+    WatchRequests,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +85,7 @@ class Scheduler(Protocol[RequestT, MessageT_contra]):
         """Take a new request."""
         ...
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """End a request, if it still lives, and free its memory."""
         ...
 
@@ -313,8 +317,7 @@ class Engine(Generic[RequestT, MessageT]):
         for item, output in zip(ended.step.scheduled, ended.outputs, strict=True):
             if item.request.has_ended:
                 continue
-            if item.request.trace is not None:
-                _trace_chunk(item.request.trace, item, output, ended)
+            _trace_chunk(item, output, ended)
             if output.error is None or output.tokens:
                 self._scheduler.process_step_output(item, output)
             if output.error is not None and not item.request.has_ended:
@@ -350,15 +353,7 @@ class Engine(Generic[RequestT, MessageT]):
         match message:
             case StepEnded() | CopyEnded() | StorageEnded():
                 self._process_end(message)
-            case (
-                Attach()
-                | Detach()
-                | Submit()
-                | Cancel()
-                | TellPrefixes()
-                | ForgetSession()
-                | Watch()
-            ):
+            case Attach() | Detach() | Submit() | CancelRequest() | FromRouter():
                 self._handle_router(message)
             case PeerDied():
                 self._scheduler.peer_died(message.incarnation)
@@ -371,7 +366,7 @@ class Engine(Generic[RequestT, MessageT]):
             case Drain():
                 self._context.draining = True
                 self._on_drained.append(message.on_drained)
-                self._context.faults.reach(FaultPhase.DRAINING)
+                self._context.faults.reach(Phase.DRAINING)
             case RetractForDrain():
                 self._scheduler.retract_for_drain()
             case GiveUp():
@@ -408,18 +403,27 @@ class Engine(Generic[RequestT, MessageT]):
         match command:
             case Submit():
                 self._submit(command)
-            case Cancel():
+            case CancelRequest():
                 self._cancel(command)
             case Attach():
                 self._context.attach(command.link)
             case Detach():
                 self._detach(command)
-            case TellPrefixes():
-                self._context.prefixes.begin_anew(command.link)
-            case ForgetSession():
-                self._context.session_turns.end(command.link, command.session)
-            case Watch():
-                self._context.progress.watch(command.link, on=command.on)
+            case FromRouter():
+                self._do(command.link, command.command)
+            case _:
+                assert_never(command)
+
+    def _do(
+        self, link: RouterLink, command: TellPrefixesRequest | ForgetSessionRequest | WatchRequests
+    ) -> None:
+        match command:
+            case TellPrefixesRequest():
+                self._context.prefixes.begin_anew(link)
+            case ForgetSessionRequest():
+                self._context.session_turns.end(link, command.session)
+            case WatchRequests():
+                self._context.progress.watch(link, on=command.on)
             case _:
                 assert_never(command)
 
@@ -429,7 +433,7 @@ class Engine(Generic[RequestT, MessageT]):
         else:
             self._scheduler.submit(command)
 
-    def _cancel(self, command: Cancel) -> None:
+    def _cancel(self, command: CancelRequest) -> None:
         if not self._context.choices_of(command.key):
             self._context.metrics.count_dropped(Dropped.CANCEL)
         self._scheduler.cancel(command)
@@ -442,15 +446,13 @@ class Engine(Generic[RequestT, MessageT]):
 
     def _cancel_all(self, requests: Iterable[RequestT]) -> None:
         for request in requests:
-            self._scheduler.cancel(Cancel(request.key))
+            self._scheduler.cancel(CancelRequest(request.key))
 
 
-def _trace_chunk(
-    trace: AttemptTrace, item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]
-) -> None:
+def _trace_chunk(item: Scheduled[Request], output: StepOutput, ended: StepEnded[Any]) -> None:
     """Record a forward that computed part of a prompt; the tokens that follow get no spans."""
     request = item.request
-    if request.kv_written_len >= request.input_len:
+    if request.trace is None or request.kv_written_len >= request.input_len:
         return
     attributes = {
         "kvrelay.tokens": item.num_tokens,
@@ -459,7 +461,7 @@ def _trace_chunk(
     }
     # Not the message: a grammar's may quote the output.
     error = None if output.error is None else type(output.error).__name__
-    trace.record(CHUNK, ended.begun, ended.begun + ended.seconds, attributes, error=error)
+    request.record(CHUNK, ended.begun, ended.begun + ended.seconds, attributes, error)
 
 
 class EngineThread(Generic[RequestT, MessageT]):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
-from kvrelay.engine.faults import FaultPhase
 from kvrelay.engine.scheduler.choices import fork_and_run
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
@@ -160,6 +159,5 @@ class MixedSteps(Generic[RequestT]):
         live = [(choice, token.token_id) for choice, token, finish in firsts if finish is None]
         if live:
             fork_and_run(self._context, self._running, self._growth, request, live)
-            self._context.faults.reach(FaultPhase.DECODING)
         else:
             self._context.release(request, Outcome.FINISHED, None)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 import numpy as np
 
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.metrics import PREFIX_WAITS
-from kvrelay.engine.scheduler.request import PrefixWait, Request
+from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -19,6 +19,18 @@ RequestT = TypeVar("RequestT", bound=Request)
 _WORTH = 10
 """The part of its missing tokens that is worth a wait, as a divisor: a tenth or more must be
 shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixWait:
+    """The wait of a request for a leader."""
+
+    leader: Request
+    """The request that computes, or reads, the shared prefix."""
+    shared_len: int
+    """Tokens of the shared whole pages; the wait ends when they are in the prefix index."""
+    looked_at: int = -1
+    """The `KVCacheManager.room_version` when the index was last found to lack some of them."""
 
 
 class PrefixWaits(Generic[RequestT]):
@@ -53,6 +65,12 @@ class PrefixWaits(Generic[RequestT]):
         self._leads = leads
         self._at_end = at_end
         self._leads_for = leads_for
+        self._waits: dict[Request, PrefixWait] = {}
+        context.on_release(lambda request: self._waits.pop(request, None))
+
+    def wait_of(self, request: RequestT) -> PrefixWait | None:
+        """The wait for the leader of a request; None: it waits for nobody."""
+        return self._waits.get(request)
 
     def leaders(self, requests: Iterable[RequestT]) -> list[RequestT]:
         """Select the requests that others may wait for."""
@@ -73,13 +91,17 @@ class PrefixWaits(Generic[RequestT]):
         if not self._bound or self._context.session_turns.has_kv_of(request):
             return False
         now = time.monotonic()
-        before, token_ids = request.prefix_wait, request.input_ids[:known_tokens]
+        before, token_ids = self._waits.get(request), request.input_ids[:known_tokens]
         if before is not None and self._goes_on(request, before, token_ids, now):
             return True
-        request.prefix_wait = self._find(request, token_ids, leaders, now)
-        if request.prefix_wait is not None and before is None:
+        found = self._find(request, token_ids, leaders, now)
+        if found is None:
+            self._waits.pop(request, None)
+            return False
+        self._waits[request] = found
+        if before is None:
             self._context.metrics.count(PREFIX_WAITS)
-        return request.prefix_wait is not None
+        return True
 
     def _goes_on(
         self, request: RequestT, wait: PrefixWait, token_ids: TokenIds, now: float
@@ -92,7 +114,7 @@ class PrefixWaits(Generic[RequestT]):
         version = kv_cache.room_version
         if version == wait.looked_at:
             return True
-        request.prefix_wait = replace(wait, looked_at=version)
+        self._waits[request] = replace(wait, looked_at=version)
         return kv_cache.count_cached(token_ids, request.namespace) < wait.shared_len
 
     def _is_useful(self, request: RequestT, leader: RequestT, now: float) -> bool:

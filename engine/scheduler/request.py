@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from kvrelay.engine.executor.token_state import TokenState
-from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
+from kvrelay.engine.faults import FaultPlan
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import AttemptTrace, PhaseSpan
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.mem_cache.host.host_copies import Load
-from kvrelay.mem_cache.host.storage_tier import Prefetch
 from kvrelay.mem_cache.leases.lease import Lease
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
-from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
+from kvrelay.observe.spans import Attributes
+from kvrelay.wire.request_progress import RequestPhase
+from kvrelay.wire.submit import GenerationParams, KeptSession, RequestKey
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -30,48 +31,30 @@ class Request:
         0 .... kv_written_len ....... kv_committed_len ....... num_tokens
         |  written by forwards  |  being written by    |  known, not yet
         |  and reads that ended |  forwards in flight  |  computed
+
+    So ``0 <= kv_written_len <= kv_committed_len <= num_tokens``: `check_lengths` asserts it. While
+    it generates, `kv_committed_len` may be ahead of `num_tokens` by the tokens of steps in flight.
     """
 
+    SPANS: ClassVar[Sequence[PhaseSpan]] = ()
+    """The spans of its trace that phases begin and end."""
+    SHOWN: ClassVar[Mapping[Phase, RequestPhase]] = {Phase.PREFILLING: RequestPhase.COMPUTING}
+    """The phases that people who watch are told of; others leave what they see as it was."""
+
+    command: Submit
+    """The command that brought it: its submission, and the router's stream."""
     key: RequestKey
-    link: RouterLink
-    """The router's stream, which gets its outputs."""
     prompt_ids: Sequence[int]
     output_ids: list[int]
     """The tokens generated so far, including those that an earlier attempt has emitted."""
-    input_len: int
-    """The tokens that it came with: the prompt, and those that an earlier attempt has emitted."""
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    """The faults that its phases may set off."""
     choices: tuple[int, ...]
-    """The outputs of the prompt that this submission wants."""
-    sampling: SamplingParams
-    stops: StopConditions
-    prompt_logprobs: int | None = None
-    """How many of the likeliest tokens to report for each prompt token; None: report no prompt
-    tokens."""
-    speculate: bool = True
-    """Whether drafts of its tokens may be verified."""
-    priority: int = 0
-    """The priority; lower runs earlier."""
-    namespace: str = ""
-    """The part of the prefix index in which its prefix is found and left."""
-    expected_cached_len: int = 0
-    """Input tokens that its router expects to be cached here; they count as no load, if
-    reusable."""
-    grammar: Future[Any] | None = None
-    """The compiled grammar of its output, held as long as it lives, so that no forward waits for
-    it."""
-    session: KeptSession | None = None
-    """The session that this is a turn of. Then it has one choice only."""
+    """The outputs of the prompt that it stands for."""
     borrowed_len: int = 0
     """Tokens that its lease had when its session lent it; 0: the lease is its own."""
-    arrived: float = field(default_factory=time.monotonic)
-    """The moment at which a router took it, by this worker's clock."""
     received: float = field(default_factory=time.monotonic)
     """The moment at which this attempt began here; earlier ones have timings of their own."""
-    bypassed: int = 0
-    """Later requests that were admitted while this one did not fit."""
-    refused_at: int = -1
-    """The `KVCacheManager.room_version` when it last did not fit; until that changes it cannot
-    fit."""
     lease: Lease | None = None
     last_step: int = 0
     """The last forward that reads this request's page table."""
@@ -83,67 +66,112 @@ class Request:
     progressed_at: float = field(default_factory=time.monotonic)
     """The moment when it was last granted something, or some of its input was last computed or
     read."""
-    prefix_wait: PrefixWait | None = None
-    """The wait for a leader, so that it need not compute or read what both share."""
-    tier_keys: bytes = b""
-    """The page hashes of its reusable input, computed when first needed."""
-    storage_asked: bool = False
-    """Whether storage was asked what it has of its input."""
-    tier_looked_at: tuple[int, int] = (-1, -1)
-    """The versions of cache and tier at which nothing was to be brought back for it."""
-    tier_load: TierLoad | None = None
-    """The load that brings pages back for it, or the last one that did."""
-    loads_begun: int = 0
-    """The number of loads that it has waited for, the current one included."""
-    load_seconds: float = 0.0
-    """Seconds that it has waited for loads before the last one."""
-    storage_wait: StorageWait | None = None
-    """The wait for pages that storage brings, or has brought, to the host."""
-    trace: AttemptTrace | None = None
-    """The trace of the request, if it is traced."""
+    shown_phase: RequestPhase = RequestPhase.QUEUED
+    """The last phase that people who watch are told of."""
     has_ended: bool = False
     """Whether it was released, though a forward may still compute it."""
+    params: GenerationParams = field(init=False)
+    """The parameters that its client has chosen."""
+    input_len: int = field(init=False)
+    """The tokens that it came with: the prompt, and those that an earlier attempt has emitted."""
+    expected_cached_len: int = field(init=False)
+    """Input tokens that its router expects to be cached here; they count as no load, if
+    reusable."""
     most_tokens: int = field(init=False)
     """Tokens whose KV it may come to hold: all but the last one sampled."""
     input_ids: TokenIds = field(init=False)
     """The ``[input_len]`` tokens that it came with, in the prefix index's form."""
 
     def __post_init__(self) -> None:
-        self.input_ids = np.asarray(self.token_ids(0, self.input_len), np.int32)
-        self.expected_cached_len = min(self.expected_cached_len, self.reusable_len)
-        self.most_tokens = len(self.prompt_ids) + self.stops.max_tokens - 1
+        submission = self.command.submission
+        self.params = submission.sampling_params
+        self.input_len = len(submission.input_ids)
+        self.input_ids = np.asarray(submission.input_ids, np.int32)
+        self.expected_cached_len = min(submission.cached_tokens, self.reusable_len)
+        self.most_tokens = len(self.prompt_ids) + self.params.stops.max_tokens - 1
 
     @classmethod
     def of(cls, command: Submit, **more: Any) -> Self:
         """Make a request from a router's submission; `more` are the subclass's fields."""
-        prompt = command.input_ids[: command.prompt_len]
-        emitted = command.input_ids[command.prompt_len :]
+        submission = command.submission
         return cls(
+            command=command,
             key=command.key,
-            link=command.link,
-            prompt_ids=prompt,
-            output_ids=list(emitted),
-            input_len=len(command.input_ids),
-            choices=command.choices,
-            sampling=command.sampling,
-            stops=command.stops,
-            # An earlier attempt has reported them before its first token.
-            prompt_logprobs=None if emitted else command.prompt_logprobs,
-            speculate=command.speculate,
-            priority=command.priority,
-            namespace=command.namespace,
-            expected_cached_len=command.cached_tokens,
-            grammar=command.grammar,
-            session=command.session,
-            arrived=command.arrived,
-            trace=command.trace,
+            prompt_ids=submission.prompt_ids,
+            output_ids=list(submission.emitted_ids),
+            choices=submission.choices,
             **more,
         )
+
+    def enter(self, phase: Phase) -> None:
+        """Note that it comes to a phase: its trace, those who watch and those who wait see it.
+
+        It may not return: a fault may be due.
+        """
+        self.progressed_at = time.monotonic()
+        self.shown_phase = self.SHOWN.get(phase, self.shown_phase)
+        if self.trace is not None:
+            self.trace.enter(phase, self.SPANS)
+        self.faults.reach(phase, self.peer)
+
+    def record(
+        self,
+        span: str,
+        began: float,
+        ended: float,
+        attributes: Attributes | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Record a span between two moments, if it is traced."""
+        if self.trace is not None:
+            self.trace.record(span, began, ended, attributes, error=error)
+
+    @property
+    def peer(self) -> str:
+        """The incarnation of the other worker that takes part in it; empty: none does."""
+        return ""
+
+    @property
+    def link(self) -> RouterLink:
+        """The router's stream, which gets its outputs."""
+        return self.command.link
+
+    @property
+    def trace(self) -> AttemptTrace | None:
+        """The trace of the request, if it is traced."""
+        return self.command.trace
+
+    @property
+    def session(self) -> KeptSession | None:
+        """The session that this is a turn of. Then it has one choice only."""
+        return self.command.submission.session
+
+    @property
+    def namespace(self) -> str:
+        """The part of the prefix index in which its prefix is found and left."""
+        return self.command.submission.namespace
+
+    @property
+    def priority(self) -> int:
+        """The priority; lower runs earlier."""
+        return self.command.submission.priority
+
+    @property
+    def arrived(self) -> float:
+        """The moment at which a router took it, by this worker's clock."""
+        return self.command.arrived
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of prompt and output together."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    def check_lengths(self) -> None:
+        """Assert what is drawn above of a request with memory; cheap enough for every chunk."""
+        written, committed, known = self.kv_written_len, self.held.kv_committed_len, self.num_tokens
+        assert 0 <= written <= committed <= known, (
+            f"{self.key}: {written} tokens written, {committed} committed, {known} known"
+        )
 
     @property
     def alone(self) -> bool:
@@ -164,7 +192,7 @@ class Request:
         to be scored. So are they if a forward has failed with the request, because cached pages may
         be why.
         """
-        computes_all = self.prompt_logprobs is not None or self.alone
+        computes_all = self.params.prompt_logprobs is not None or self.alone
         return 0 if computes_all else self.input_len - 1
 
     @property
@@ -186,60 +214,8 @@ class Request:
             token_ids=self.token_ids(0, self.num_tokens),
             prompt_ids=self.prompt_ids,
             input_len=self.input_len,
-            sampling=self.sampling,
-            stops=self.stops,
+            params=self.params,
             choices=choices,
-            prompt_logprobs=self.prompt_logprobs,
             kv_len=self.kv_written_len,
             draft_kv_len=self.kv_written_len,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TierLoad:
-    """Pages that a request waits for, which come back from a lower tier."""
-
-    load: Load
-    since: float
-    """The moment when the load was begun, by the cache's clock."""
-    until: float
-    """The moment, by the cache's clock, after which the request stops waiting."""
-
-
-@dataclass(eq=False, slots=True)
-class StorageWait:
-    """Pages that come from storage to the host for a request."""
-
-    prefetch: Prefetch
-    num_pages: int
-    """Whole pages of its input that may come."""
-    since: float | None = None
-    """The moment, by the cache's clock, from which it could have begun without them; None: not
-    yet."""
-    left_at: float | None = None
-    """The moment when the request went on without them; None: it has not."""
-    wakes_at: float | None = None
-    """The moment when the loop looks again whether the request still waits."""
-
-    @property
-    def ends_at(self) -> float | None:
-        """The moment when the request stopped waiting for them; None: it still waits."""
-        return self.prefetch.ended_at if self.left_at is None else self.left_at
-
-    def seconds(self, now: float) -> float:
-        """Compute how long the request has waited for them by now, though it could have begun."""
-        if self.since is None:
-            return 0.0
-        return max(0.0, (now if self.ends_at is None else self.ends_at) - self.since)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixWait:
-    """The wait of a request for a leader."""
-
-    leader: Request
-    """The request that computes, or reads, the shared prefix."""
-    shared_len: int
-    """Tokens of the shared whole pages; the wait ends when they are in the prefix index."""
-    looked_at: int = -1
-    """The `KVCacheManager.room_version` when the index was last found to lack some of them."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from kvrelay.engine.executor.step import Scheduled, StepOutput
 from kvrelay.engine.executor.stop import StopChecker
-from kvrelay.engine.scheduler.attempt_trace import DECODE
+from kvrelay.engine.phases import Phase
+from kvrelay.engine.scheduler.attempt_trace import DECODE, PhaseSpan
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import RETRACTIONS
@@ -26,6 +27,12 @@ from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 @dataclass(eq=False, slots=True, kw_only=True)
 class GeneratingRequest(Request):
     """A request for which this worker generates."""
+
+    SPANS: ClassVar[Sequence[PhaseSpan]] = (DECODE,)
+    SHOWN: ClassVar[Mapping[Phase, RequestPhase]] = {
+        **Request.SHOWN,
+        Phase.DECODING: RequestPhase.DECODING,
+    }
 
     checker: StopChecker
     num_drafts: int = 0
@@ -42,15 +49,7 @@ class GeneratingRequest(Request):
     def activate(self, input_timings: PhaseTimings) -> None:
         """Note that its input is complete and it generates from now on."""
         self.input_timings, self.activated_at = input_timings, time.monotonic()
-        if self.trace is not None:
-            self.trace.begin(DECODE)
-
-    @property
-    def phase(self) -> RequestPhase:
-        """The phase that it is in."""
-        if self.activated_at:
-            return RequestPhase.DECODING
-        return RequestPhase.QUEUED if self.lease is None else RequestPhase.COMPUTING
+        self.enter(Phase.DECODING)
 
     @property
     def pulled_pages(self) -> int:
@@ -68,7 +67,7 @@ class GeneratingRequest(Request):
         owned = 0 if self.lease is None else self.lease.num_protected_pages
         return RequestProgress(
             self.key.attempt,
-            self.phase,
+            self.shown_phase,
             pages,
             written_pages=written,
             pulled_pages=self.pulled_pages,
@@ -133,6 +132,7 @@ class RunningBatch(Generic[RequestT]):
     def add(self, request: RequestT) -> None:
         """Start to generate for a request. All its KV is here, except its last token's."""
         request.kv_written_len = request.num_tokens - 1
+        request.check_lengths()
         token_state = request.make_token_state((request.key.choice,))
         request.every_step = Scheduled(request, token_state, 1, True, request.num_drafts)
         self._requests[request] = None
@@ -169,7 +169,7 @@ class RunningBatch(Generic[RequestT]):
             if self._context.steps.running:
                 self.waits_for_room = True
                 break
-            self._make_room()
+            self.retract(choose_victim(self._requests))
             self._growth.learn_from_retraction()
         return []
 
@@ -209,11 +209,7 @@ class RunningBatch(Generic[RequestT]):
     def _force_retraction(self) -> None:
         if self._retract_every and self._requests and self._steps_until_retraction <= 0:
             self._steps_until_retraction = self._retract_every
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Retract the request with the fewest output tokens; of several, the longest prompt."""
-        self.retract(min(self._requests, key=lambda r: (len(r.output_ids), -len(r.prompt_ids))))
+            self.retract(choose_victim(self._requests))
 
     # Taking its tokens
 
@@ -237,6 +233,17 @@ class RunningBatch(Generic[RequestT]):
         # Planning a step commits its first token alone.
         sure = request.kv_written_len + request.in_flight
         self._context.kv_cache.commit(lease, max(sure, lease.kv_committed_len))
+        assert request.kv_written_len < request.num_tokens, f"{request.key}: too much is written"
+
+
+def choose_victim(running: Iterable[RequestT]) -> RequestT:
+    """Choose who is retracted when a step's tokens do not fit, although idle sessions have ended.
+
+    The request with the fewest output tokens loses the least: its router submits it again, and
+    prompt and output are then computed anew. Of several, the one with the longest prompt frees the
+    most.
+    """
+    return min(running, key=lambda one: (len(one.output_ids), -len(one.prompt_ids)))
 
 
 def _lengths_after_step(due: Sequence[GeneratingRequest]) -> tuple[Batch, Ints, list[int]]:

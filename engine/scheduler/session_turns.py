@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvrelay.engine.faults import FaultPhase, FaultPlan
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.history_store import HistoryStore
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
@@ -55,13 +55,11 @@ class SessionTurns:
     Args:
         kv_cache: has their memory.
         metrics: counts turns and ends.
-        faults: injected faults.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics, faults: FaultPlan) -> None:
+    def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics) -> None:
         self._kv_cache = kv_cache
         self._metrics = metrics
-        self._faults = faults
         self._sessions: SessionMemory[SessionName] = SessionMemory(kv_cache)
         self._ended: dict[RouterLink, list[str]] = {}
         most_tokens = kv_cache.audit.page_counts()[0].total * kv_cache.shape.page_size
@@ -237,7 +235,7 @@ class SessionTurns:
         """Keep a turn's memory and history, as far as its session is to go on."""
         session, lease = request.session, request.held
         assert session is not None
-        self._faults.reach(FaultPhase.SAVING)
+        request.enter(Phase.SAVING)
         # Accepted drafts of its last step are written, and were not committed.
         self._kv_cache.commit(lease, max(len(token_ids), lease.kv_committed_len))
         is_closed = self._sessions.is_closing(name)

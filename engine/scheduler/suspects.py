@@ -16,23 +16,22 @@ from typing import Generic, TypeVar
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.failures import ForwardFailedError
 from kvrelay.engine.executor.step import Scheduled
-from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.text.grammar import GrammarError
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
+from kvrelay.wire.submit import SubmitRequest
 
 RequestT = TypeVar("RequestT")
 
 
-def alone_until(command: Submit, config: WorkerConfig) -> int:
+def alone_until(submission: SubmitRequest, config: WorkerConfig) -> int:
     """Compute the output tokens up to which a request is computed alone; 0: it is not.
 
     The step that failed may have been ahead of the emitted tokens by all steps in flight. So the
     trial ends one token later than that.
     """
-    if not command.alone:
+    if not submission.alone:
         return 0
-    emitted = len(command.input_ids) - command.prompt_len
-    return emitted + config.tokens_in_flight + 1
+    return submission.num_emitted + config.tokens_in_flight + 1
 
 
 class Turns(Generic[RequestT]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kvrelay.engine.scheduler.context import SchedulerContext
-from kvrelay.engine.scheduler.request import Request, StorageWait, TierLoad
-from kvrelay.mem_cache.host.host_copies import HostPrefix
+from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.host.host_copies import HostPrefix, Load
 from kvrelay.mem_cache.host.host_tier import HostTier
-from kvrelay.mem_cache.host.storage_tier import StorageTier
+from kvrelay.mem_cache.host.storage_tier import Prefetch, StorageTier
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -27,6 +28,64 @@ _LOOK_SECONDS: Final = 0.05
 """The longest wait until storage says what it has; after that the request waits for the pages."""
 
 
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """Pages that a request waits for, which come back from a lower tier."""
+
+    load: Load
+    since: float
+    """The moment when the load was begun, by the cache's clock."""
+    until: float
+    """The moment, by the cache's clock, after which the request stops waiting."""
+
+
+@dataclass(eq=False, slots=True)
+class StorageWait:
+    """Pages that come from storage to the host for a request."""
+
+    prefetch: Prefetch
+    num_pages: int
+    """Whole pages of its input that may come."""
+    since: float | None = None
+    """The moment, by the cache's clock, from which it could have begun without them; None: not
+    yet."""
+    left_at: float | None = None
+    """The moment when the request went on without them; None: it has not."""
+    wakes_at: float | None = None
+    """The moment when the loop looks again whether the request still waits."""
+
+    @property
+    def ends_at(self) -> float | None:
+        """The moment when the request stopped waiting for them; None: it still waits."""
+        return self.prefetch.ended_at if self.left_at is None else self.left_at
+
+    def seconds(self, now: float) -> float:
+        """Compute how long the request has waited for them by now, though it could have begun."""
+        if self.since is None:
+            return 0.0
+        return max(0.0, (now if self.ends_at is None else self.ends_at) - self.since)
+
+
+@dataclass(eq=False, slots=True)
+class TierWait:
+    """The wait of one request for what lower tiers have of it."""
+
+    keys: bytes = b""
+    """The page hashes of its reusable input, computed when first needed."""
+    storage_asked: bool = False
+    """Whether storage was asked what it has of its input."""
+    looked_at: tuple[int, int] = (-1, -1)
+    """The versions of cache and tier at which nothing was to be brought back for it."""
+    load: TierLoad | None = None
+    """The load that brings pages back for it, or the last one that did."""
+    loads_begun: int = 0
+    """The number of loads that it has waited for, the current one included."""
+    load_seconds: float = 0.0
+    """Seconds that it has waited for loads before the last one."""
+    storage: StorageWait | None = None
+    """The wait for pages that storage brings, or has brought, to the host."""
+
+
 class TierLoads(Generic[RequestT]):
     """The loads that bring back what waiting requests lack, and how long each request waits.
 
@@ -42,6 +101,24 @@ class TierLoads(Generic[RequestT]):
         self._context = context
         self._tier = context.host_tier
         self._storage = None if self._tier is None else self._tier.storage
+        self._waits: dict[Request, TierWait] = {}
+        context.on_release(self._forget)
+
+    def wait_of(self, request: Request) -> TierWait:
+        """Get the wait of a live request; it is dropped when the request is released."""
+        wait = self._waits.get(request)
+        if wait is None:
+            wait = self._waits[request] = TierWait()
+        return wait
+
+    def _forget(self, request: Request) -> None:
+        """Give up what storage still brings for a request that needs it no more."""
+        wait = self._waits.pop(request, None)
+        if wait is None or wait.storage is None or wait.storage.left_at is not None:
+            return
+        assert self._storage is not None, "what is waited for has no storage"
+        wait.storage.left_at = self._context.kv_cache.clock()
+        self._storage.leave(wait.storage.prefetch)
 
     def prefetch(self, request: RequestT, known_tokens: int) -> None:
         """Begin to bring a queued request's pages from storage to the host.
@@ -57,19 +134,20 @@ class TierLoads(Generic[RequestT]):
             self._prefetch(request, known_tokens)
 
     def _has_room_ahead(self) -> bool:
-        waits = [one.storage_wait for one in self._context.requests.values() if one.lease is None]
+        waits = [wait.storage for one, wait in self._waits.items() if one.lease is None]
         ahead = sum([wait.num_pages for wait in waits if wait is not None and wait.left_at is None])
         return self._tier is not None and 2 * ahead < self._tier.pages.total
 
     def _prefetch(self, request: RequestT, known_tokens: int) -> None:
         """Begin to bring a request's pages from storage to the host, once."""
-        if self._tier is None or self._storage is None or request.storage_asked:
+        if self._tier is None or self._storage is None:
             return
-        if not known_tokens or self._context.session_turns.has_kv_of(request):
+        wait = self.wait_of(request)
+        if wait.storage_asked or not known_tokens or self._context.session_turns.has_kv_of(request):
             return
-        request.storage_asked = True
+        wait.storage_asked = True
         token_ids = request.input_ids[:known_tokens]
-        keys, tokens = self._tier.split(token_ids, self._keys(self._tier, request, token_ids))
+        keys, tokens = self._tier.split(token_ids, self.keys_of(request, token_ids))
         tier, storage = self._tier, self._storage
 
         def is_worth(first: int, pages: int) -> bool:
@@ -78,7 +156,7 @@ class TierLoads(Generic[RequestT]):
 
         fetched = storage.prefetch(keys, tokens, is_worth) if keys else None
         if fetched is not None:
-            request.storage_wait = StorageWait(fetched, len(keys))
+            wait.storage = StorageWait(fetched, len(keys))
 
     def must_wait(
         self,
@@ -97,31 +175,32 @@ class TierLoads(Generic[RequestT]):
             return False
         if self._waits_for_storage(request, known_tokens):
             return True
-        if request.tier_load is None:
-            request.tier_load = self._begin(self._tier, request, known_tokens, headroom)
-            if request.tier_load is None:
+        wait = self.wait_of(request)
+        if wait.load is None:
+            wait.load = self._begin(self._tier, request, known_tokens, headroom)
+            if wait.load is None:
                 return False
-            request.loads_begun += 1
-        wait = request.tier_load
-        if wait.load.given_up:
+            wait.loads_begun += 1
+        load = wait.load.load
+        if load.given_up:
             return False
-        if wait.load.ended_at is not None:
-            if request.loads_begun == _MOST_LOADS:
+        if load.ended_at is not None:
+            if wait.loads_begun == _MOST_LOADS:
                 return False
             # No request holds the pages that came. If some were evicted before there was room for
             # the rest, they are loaded again.
-            request.load_seconds += wait.load.ended_at - wait.since
-            request.tier_load = None
+            wait.load_seconds += load.ended_at - wait.load.since
+            wait.load = None
             return self.must_wait(request, known_tokens, headroom)
-        if self._context.kv_cache.clock() < wait.until:
+        if self._context.kv_cache.clock() < wait.load.until:
             return True
-        self._tier.loads.give_up(wait.load)
+        self._tier.loads.give_up(load)
         return False
 
     def _waits_for_storage(self, request: RequestT, known_tokens: int) -> bool:
         """Whether a request's pages are still coming from storage to the host, and in time."""
         self._prefetch(request, known_tokens)
-        wait, storage = request.storage_wait, self._storage
+        wait, storage = self.wait_of(request).storage, self._storage
         if storage is None or wait is None or wait.ends_at is not None:
             return False
         now = self._context.kv_cache.clock()
@@ -177,10 +256,13 @@ class TierLoads(Generic[RequestT]):
         speeds, size = self._context.speed_learner.speeds, self._context.kv_cache.shape.page_size
         return speeds.prompt_seconds(pages * size, first * size) if speeds.prompts_known else None
 
-    def _keys(self, tier: HostTier, request: Request, token_ids: TokenIds) -> bytes:
-        if not request.tier_keys:
-            request.tier_keys = tier.hash(token_ids, request.namespace)
-        return request.tier_keys
+    def keys_of(self, request: Request, token_ids: TokenIds) -> bytes:
+        """Get the page hashes of a request's reusable input, computed once; there is a tier."""
+        assert self._tier is not None, "no tier has anything by a hash"
+        wait = self.wait_of(request)
+        if not wait.keys:
+            wait.keys = self._tier.hash(token_ids, request.namespace)
+        return wait.keys
 
     def _begin(
         self,
@@ -192,11 +274,12 @@ class TierLoads(Generic[RequestT]):
         """Begin a load if there is something to load, room for it, and reason to."""
         kv_cache = self._context.kv_cache
         version = (kv_cache.room_version, tier.version)
-        if request.tier_looked_at == version:
+        wait = self.wait_of(request)
+        if wait.looked_at == version:
             return None
-        request.tier_looked_at = version
+        wait.looked_at = version
         token_ids = request.input_ids[:known_tokens]
-        keys = self._keys(tier, request, token_ids)
+        keys = self.keys_of(request, token_ids)
         found = tier.loads.find(token_ids, request.namespace, keys)
         if found is None:
             return None
@@ -243,7 +326,7 @@ class TierLoads(Generic[RequestT]):
         """
         begun = None
         while begun is None and self._context.session_turns.evict_oldest():
-            found = tier.loads.find(token_ids, request.namespace, request.tier_keys)
+            found = tier.loads.find(token_ids, request.namespace, self.keys_of(request, token_ids))
             if found is None:
                 return None
             seconds = self._patience(tier, found, request)
@@ -262,7 +345,8 @@ class TierLoads(Generic[RequestT]):
         if not speeds.prompts_known:
             return _UNKNOWN * expected + _LEAST_PATIENCE_SECONDS
         context = len(found.token_ids) - found.num_tokens
-        left = speeds.prompt_seconds(found.num_tokens, context) - request.load_seconds
-        if (waited := request.storage_wait) is not None:
-            left -= waited.seconds(self._context.kv_cache.clock())
+        wait = self.wait_of(request)
+        left = speeds.prompt_seconds(found.num_tokens, context) - wait.load_seconds
+        if wait.storage is not None:
+            left -= wait.storage.seconds(self._context.kv_cache.clock())
         return left if expected < left else 0.0

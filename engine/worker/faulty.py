@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from kvrelay.engine.executor.step import Executor, LaunchedStep, PassingExecutor, Step
-from kvrelay.engine.faults import FaultAction, FaultEvent, FaultPhase, FaultPlan
+from kvrelay.engine.faults import FaultAction, FaultEvent, FaultPlan
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.outbox import MessageStream, MessageT, Outbox, Sink
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.pull import Pull
@@ -168,7 +169,7 @@ class FaultyCopies:
     def start(self, moves: PageMoves) -> None:
         """Order a copy, as the stream does."""
         self._stream.start(moves)
-        self._plan.reach(FaultPhase.WRITING_BACK if moves.to_host else FaultPhase.PREFETCHING)
+        self._plan.reach(Phase.WRITING_BACK if moves.to_host else Phase.PREFETCHING)
 
 
 class FaultyExecutor(PassingExecutor):
@@ -234,6 +235,6 @@ class FaultyStorage:
         """See `StorageStream`. May not return."""
         self._stream.start(order)
         if isinstance(order, Store):
-            self._plan.reach(FaultPhase.STORING)
+            self._plan.reach(Phase.STORING)
         elif isinstance(order, Fetch):
-            self._plan.reach(FaultPhase.FETCHING)
+            self._plan.reach(Phase.FETCHING)

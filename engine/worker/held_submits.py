@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from kvrelay.engine.scheduler.commands import Cancel, Command, Mailbox, Submit
+from kvrelay.engine.scheduler.commands import Command, Mailbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
-from kvrelay.wire.submit import RequestKey, StructuredOutput
+from kvrelay.wire.submit import CancelRequest, RequestKey, StructuredOutput
 
 Prepare: TypeAlias = Callable[[StructuredOutput], Future[Any] | None]
 """A function that begins to compile a grammar, kept while its future is held; None: there is
@@ -38,7 +38,8 @@ class HeldSubmits:
 
     def submit(self, command: Submit) -> None:
         """Post a submission once its grammar is compiled, or has failed."""
-        wanted = None if self._draining else command.sampling.structured_output
+        sampling = command.submission.sampling_params.sampling
+        wanted = None if self._draining else sampling.structured_output
         compiled = self._prepare(wanted) if wanted is not None else None
         if compiled is None:
             self._inbox.post(command)
@@ -57,7 +58,7 @@ class HeldSubmits:
 
         compiled.add_done_callback(ready)
 
-    def cancel(self, command: Cancel) -> None:
+    def cancel(self, command: CancelRequest) -> None:
         """Post a cancellation; a held submission ends here instead."""
         held = self._held.pop(command.key.of_choice(0), None)
         if held is None:
@@ -65,7 +66,7 @@ class HeldSubmits:
             return
         _end(held, EndReason.ABORTED)
 
-    def drain(self) -> None:
+    def retract_all(self) -> None:
         """Retract the held submissions: routers submit them to other workers.
 
         Nothing is held from now on: the engine, which drains, retracts later submissions.
@@ -89,12 +90,12 @@ class HeldSubmits:
 
 def _end(held: Submit, reason: EndReason) -> None:
     """Send a router the end of a submission that the engine has not seen."""
-    emitted, end = len(held.input_ids) - held.prompt_len, RequestEnd(reason)
+    submission, end = held.submission, RequestEnd(reason)
     held.link.deliver(
         EngineOutputs(
             tuple(
-                RequestOutput(held.key.of_choice(choice), emitted, end=end)
-                for choice in held.choices
+                RequestOutput(held.key.of_choice(choice), submission.num_emitted, end=end)
+                for choice in submission.choices
             )
         )
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvrelay.engine.scheduler.attempt_trace import AttemptTrace
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
-from kvrelay.wire.submit import MAX_CHOICES, RequestKey, SubmitRequest
+from kvrelay.wire.sampling_limits import MAX_CHOICES
+from kvrelay.wire.submit import SubmitRequest
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -34,16 +35,12 @@ class SubmitRules:
         self._check_ids("logit_bias", params.sampling.logit_bias)
         if not submit.input_ids:
             raise ValueError("input_ids: must not be empty")
-        if stops.max_tokens < 1:
-            raise ValueError("max_tokens: must be at least 1")
-        if not 1 <= params.n <= MAX_CHOICES:
-            raise ValueError(f"n: must be from 1 to {MAX_CHOICES}")
         if submit.first_choice >= MAX_CHOICES:
             raise ValueError(f"first_choice: must be below {MAX_CHOICES}")
         structured = params.sampling.structured_output
         if structured is not None and len(structured.forms) != 1:
             raise ValueError(f"structured_output: must have one form, got {structured.forms}")
-        emitted = len(submit.input_ids) - submit.num_prompt_tokens
+        emitted = submit.num_emitted
         if not 0 <= emitted < min(stops.max_tokens, len(submit.input_ids)):
             raise ValueError(
                 f"num_prompt_tokens: {submit.num_prompt_tokens} of {len(submit.input_ids)} "
@@ -79,23 +76,9 @@ def submit_command(
         ValueError: it breaks a rule; the text begins with the field's name.
     """
     rules.check(submit)
-    params, first = submit.sampling_params, submit.first_choice
     return Submit(
-        link=link,
-        key=RequestKey(link.router, submit.key.request_id, submit.key.attempt, first),
-        input_ids=submit.input_ids,
-        prompt_len=submit.num_prompt_tokens,
-        sampling=params.sampling,
-        stops=params.stops.with_eos(rules.eos_token_ids),
-        choices=tuple(range(first, first + params.n)),
-        prompt_logprobs=params.prompt_logprobs,
-        speculate=params.speculate,
-        priority=submit.priority,
+        link,
+        submit.received_by(link.router, rules.eos_token_ids),
         arrived=time.monotonic() - max(submit.age_seconds, 0.0),
-        prefill=submit.prefill,
-        namespace=submit.namespace,
-        alone=submit.alone,
-        cached_tokens=submit.cached_tokens,
-        session=submit.session,
         trace=trace,
     )

@@ -15,29 +15,27 @@ import grpc
 from kvrelay.engine.scheduler.attempt_trace import begin_trace
 from kvrelay.engine.scheduler.commands import (
     Attach,
-    Cancel,
     Command,
     Detach,
     FindHistory,
-    ForgetSession,
+    FromRouter,
     Inspect,
     Mailbox,
-    TellPrefixes,
-    Watch,
 )
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.black_box import posthumous_ends
 from kvrelay.engine.worker.held_submits import HeldSubmits, Prepare
 from kvrelay.engine.worker.load_reports import PacedLink
-from kvrelay.engine.worker.owner_listing import page_owners
 from kvrelay.engine.worker.service_checks import check_incarnation, check_version, first_message
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.observe.spans import SpanSink
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
-from kvrelay.wire.page_owners import PageOwners
+from kvrelay.wire.page_owners import OwnedPages, PageOwners, PoolOwners
 from kvrelay.wire.submit import (
+    AttachHello,
     CancelRequest,
     ForgetSessionRequest,
     RequestKey,
@@ -80,9 +78,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._rules = rules
         self._links: set[RouterLink] = set()
 
-    def drain(self) -> None:
+    def retract_held(self) -> None:
         """Make routers submit requests that wait for a grammar to other workers."""
-        self._submits.drain()
+        self._submits.retract_all()
 
     def close(self) -> None:
         """End the routers' streams after what is already in them."""
@@ -163,19 +161,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Post a router's command, or refuse a submission that breaks a rule."""
         try:
             command = ATTACH_REQUEST.from_message(message).command
-            if isinstance(command, SubmitRequest):
-                trace = begin_trace(self._spans, command.traceparent, self._rules.role, command.key)
-                self._submits.submit(submit_command(command, link, self._rules, trace))
-            elif isinstance(command, CancelRequest):
-                self._submits.cancel(Cancel(command.key._replace(router=link.router)))
-            elif isinstance(command, TellPrefixesRequest):
-                self._inbox.post(TellPrefixes(link))
-            elif isinstance(command, ForgetSessionRequest):
-                self._inbox.post(ForgetSession(link, command.session))
-            elif isinstance(command, WatchRequests):
-                self._inbox.post(Watch(link, command.on))
-            else:
-                logger.warning("router %s sent a second hello", link.router)
+            match command:
+                case SubmitRequest():
+                    trace = begin_trace(
+                        self._spans, command.traceparent, self._rules.role, command.key
+                    )
+                    self._submits.submit(submit_command(command, link, self._rules, trace))
+                case CancelRequest():
+                    self._submits.cancel(CancelRequest(command.key._replace(router=link.router)))
+                case TellPrefixesRequest() | ForgetSessionRequest() | WatchRequests():
+                    self._inbox.post(FromRouter(link, command))
+                case AttachHello():
+                    logger.warning("router %s sent a second hello", link.router)
         except ValueError as error:
             if message.HasField("submit"):
                 _refuse(message.submit, link, str(error))
@@ -204,3 +201,20 @@ def _refuse(submit: worker_pb2.SubmitRequest, link: RouterLink, error: str) -> N
     key = RequestKey(link.router, submit.request_id, submit.attempt, submit.first_choice)
     end = RequestEnd(EndReason.FAILED, error=error)
     link.deliver(EngineOutputs((RequestOutput(key, 0, end=end),)))
+
+
+def page_owners(kv_cache: KVCacheManager) -> PageOwners:
+    """List every page of every pool, in runs of one owner."""
+    return PageOwners(
+        tuple(
+            PoolOwners(shape.name, tuple(_owned_pages(kv_cache, pool)))
+            for pool, shape in enumerate(kv_cache.shape.pools)
+        )
+    )
+
+
+def _owned_pages(kv_cache: KVCacheManager, pool: int) -> list[OwnedPages]:
+    return [
+        OwnedPages(run.first_page, run.num_pages, run.owner.name.lower(), run.holder)
+        for run in kv_cache.audit.owner_runs(pool)
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,11 +17,9 @@ import torch
 from kvrelay.device.device_streams import PASSED, DeviceEvent
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
-from kvrelay.model_runner.attention.flashinfer_graphs import GraphStep
-from kvrelay.model_runner.batch import ForwardBatch, Int64Array
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array
 from kvrelay.model_runner.config.cuda_graphs import GraphRoom
 from kvrelay.model_runner.graphs.capture import Capture, Graph
-from kvrelay.model_runner.graphs.padding import empty_batch, is_decode, pad_batch
 from kvrelay.model_runner.layers.decoder import Decoder, StepInputs
 from kvrelay.model_runner.torch_options import pin_to_device
 
@@ -142,3 +140,68 @@ def _rows_of(logits: torch.Tensor, rows: Int64Array) -> torch.Tensor:
     if np.array_equal(rows, np.arange(len(rows))):
         return logits[: len(rows)].clone()
     return logits[pin_to_device(rows, logits.device)]
+
+
+class GraphStep:
+    """The `StepAttention` of all steps of `size` sequences, each with one new token.
+
+    Kernels of `attend` read the arrays that the latest `fill` has left on the device.
+    """
+
+    def __init__(self, backend: FlashInferAttention, size: int) -> None:
+        self._backend = backend
+        geometry = backend.pool.geometry
+        buffers, self._wrapper = backend.flashinfer.graph_parts(geometry, size)
+        self._new_tokens = backend.static_tokens(buffers.new_pages[:size], buffers.new_slots[:size])
+
+    def fill(self, batch: ForwardBatch, page_table: Int32Array) -> None:
+        """Plan for `batch`, and set the places of its new tokens. Not to be captured."""
+        geometry = self._backend.pool.geometry
+        self._new_tokens.fill(batch, page_table, geometry.page_size)
+        self._backend.plan_decode(self._wrapper, *self._backend.lay_out(batch, page_table))
+
+    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Write and attend; shapes as in `StepAttention.attend`."""
+        return self._backend.attend(self._wrapper, self._new_tokens, layer, rows)
+
+
+def is_decode(batch: ForwardBatch) -> bool:
+    """Whether the batch has sequences, and each brings one token."""
+    return len(batch.seq_lens) > 0 and bool((np.diff(batch.query_start) == 1).all())
+
+
+def empty_batch(num_pools: int) -> ForwardBatch:
+    """A batch of no sequences."""
+    nothing, lengths = np.empty(0, np.int64), np.empty(0, np.int32)
+    tables = (np.empty((0, 1), np.int32),) * num_pools
+    return ForwardBatch(nothing, nothing, np.zeros(1, np.int32), lengths, tables, nothing)
+
+
+def pad_batch(batch: ForwardBatch, size: int, dummy_pages: Sequence[int]) -> ForwardBatch:
+    """`batch` (of decode) with further sequences, up to `size` in all.
+
+    Each further sequence has one token, 0, at position 0. It is written to the dummy page of each
+    pool, and sees nothing else: no page of a request is touched. The logits of all sequences are
+    wanted.
+    """
+    missing = size - len(batch.seq_lens)
+    assert missing >= 0
+    zeros, ones = np.zeros(missing, np.int64), np.ones(missing, np.int32)
+    return replace(
+        batch,
+        input_ids=np.concatenate((batch.input_ids, zeros)),
+        positions=np.concatenate((batch.positions, zeros)),
+        query_start=np.arange(size + 1, dtype=np.int32),
+        seq_lens=np.concatenate((batch.seq_lens, ones)),
+        page_tables=tuple(
+            _pad_table(table, missing, page)
+            for table, page in zip(batch.page_tables, dummy_pages, strict=True)
+        ),
+        logit_rows=np.arange(size, dtype=np.int64),
+    )
+
+
+def _pad_table(table: Int32Array, missing: int, dummy_page: int) -> Int32Array:
+    rows = np.full((missing, table.shape[1]), -1, np.int32)
+    rows[:, 0] = dummy_page
+    return np.concatenate((table, rows))

@@ -1,59 +1,29 @@
 """Sampling parameters of a client's message: checked, and every default filled in.
 
-To add one, add a field in the proto and, with its default, in `wire.submit`. If not every value is
-allowed, add a row in `_RANGES` or a check in `check_sampling_params`.
+The legal values of those that are one number or flag are in `wire.sampling_limits`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Final
 
 from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.messages import GENERATION_PARAMS
-from kvrelay.wire.submit import FORMS, MAX_CHOICES, GenerationParams
+from kvrelay.wire.sampling_limits import (
+    LIMITS,
+    LOGIT_BIAS,
+    MAX_ALTERNATIVES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TOKEN_RULES,
+)
+from kvrelay.wire.submit import FORMS, GenerationParams
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024
-"""The most characters of one stop string."""
-MAX_TOKEN_RULES = 1024
-"""The most entries of `stop_token_ids`, and of `logit_bias`."""
-MAX_LOGPROBS = 20
-MAX_ALTERNATIVES = 1024
-"""The most texts of a structured output's `choice`."""
-MAX_LOGIT_BIAS = 100.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """The range of finite numbers that a field may have: from `low` to `high`."""
-
-    low: float
-    high: float
-    above_low: bool = False
-    """Whether `low` itself is excluded."""
-
-    def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.above_low else value >= self.low
-        return above and value <= self.high and math.isfinite(value)
-
-    def __str__(self) -> str:
-        left, right = "(" if self.above_low else "[", ")" if math.isinf(self.high) else "]"
-        return f"{left}{self.low:g}, {self.high:g}{right}"
-
-
-_RANGES = {
-    "temperature": _Range(0.0, math.inf),
-    "top_p": _Range(0.0, 1.0, above_low=True),
-    "min_p": _Range(0.0, 1.0),
-    "frequency_penalty": _Range(-2.0, 2.0),
-    "presence_penalty": _Range(-2.0, 2.0),
-    # Divided by a smaller number, a logit soon becomes infinite.
-    "repetition_penalty": _Range(0.01, 2.0),
-}
+_ALL_TOKENS: Final = -1
+"""A `top_k` that clients may send for 0, as to vLLM."""
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -70,19 +40,14 @@ def check_sampling_params(params: inference_pb2.SamplingParams, vocab_size: int)
 
     `max_tokens` and `min_tokens` depend on the prompt: `Validator` checks them.
     """
-    for field, allowed in _RANGES.items():
+    for field, limits in LIMITS.items():
         value = getattr(params, field)
-        if params.HasField(field) and value not in allowed:
-            raise InvalidField(field, f"must be in {allowed}, got {value:g}")
-    if params.top_k < -1:
-        raise InvalidField(
-            "top_k", f"must be at least 1, or 0 or -1 for all tokens, got {params.top_k}"
-        )
-    _check_logprobs(params)
-    # There is no bound on n times max_tokens: each choice must fit alone, and where
-    # they do not fit together the workers retract some for a while.
-    if params.HasField("n") and not 1 <= params.n <= MAX_CHOICES:
-        raise InvalidField("n", f"must be in [1, {MAX_CHOICES}], got {params.n}")
+        if not params.HasField(field) or value in limits:
+            continue
+        if field != "top_k":
+            raise InvalidField(field, f"{limits.rule}, got {value:{limits.form}}")
+        if value != _ALL_TOKENS:
+            raise InvalidField(field, f"must be at least 1, or 0 or -1 for all tokens, got {value}")
     _check_stop_strings(params)
     _check_token_rules(params, vocab_size)
     if params.HasField("structured_output"):
@@ -110,13 +75,6 @@ def _check_structured_output(params: inference_pb2.SamplingParams) -> None:
         raise InvalidField("min_tokens", f"is not allowed with {field}, which ends by itself")
 
 
-def _check_logprobs(params: inference_pb2.SamplingParams) -> None:
-    for field in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, field)
-        if value > MAX_LOGPROBS:
-            raise InvalidField(field, f"must be at most {MAX_LOGPROBS}, got {value}")
-
-
 def _check_stop_strings(params: inference_pb2.SamplingParams) -> None:
     if len(params.stop) > MAX_STOP_STRINGS:
         raise InvalidField(
@@ -139,11 +97,9 @@ def _check_token_rules(params: inference_pb2.SamplingParams, vocab_size: int) ->
             )
         check_token_ids(field, entries, vocab_size)
     for token_id, bias in params.logit_bias.items():
-        if not abs(bias) <= MAX_LOGIT_BIAS:  # so that NaN is refused, too
+        if bias not in LOGIT_BIAS:
             raise InvalidField(
-                "logit_bias",
-                f"must be in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], "
-                f"got {bias:g} for token id {token_id}",
+                "logit_bias", f"{LOGIT_BIAS.rule}, got {bias:g} for token id {token_id}"
             )
 
 
@@ -157,7 +113,7 @@ def read_sampling_params(
     given = inference_pb2.SamplingParams()
     given.CopyFrom(params)
     given.max_tokens = max_tokens
-    given.top_k = max(params.top_k, 0)
+    given.top_k = 0 if params.top_k == _ALL_TOKENS else params.top_k
     if not params.HasField("seed"):
         given.seed = seed
     return GENERATION_PARAMS.from_message(given)

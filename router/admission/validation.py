@@ -20,11 +20,11 @@ from kvrelay.router.admission.sampling_params import (
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.callers import ANYBODY, Caller, Right
 from kvrelay.router.errors import InvalidField, NotPermitted, UnknownModel
-from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.placement.known_prefixes import NO_MARKS, PromptMarks
+from kvrelay.router.generation import GenerationRequest, PromptMarks
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.router.sessions import Turn
 from kvrelay.v1 import inference_pb2
+from kvrelay.wire.submit import RequestKey, SubmitRequest
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CACHE_SALT_BYTES = 128
@@ -46,7 +46,7 @@ class Validator:
     encode: Encode
     default_max_tokens: int
     seeds: Seeds
-    marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: NO_MARKS
+    marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: {}
 
     def check(
         self,
@@ -103,13 +103,17 @@ class Validator:
         request_id = message.request_id or uuid.uuid4().hex
         seed = self.seeds.draw(caller.name, request_id)
         return GenerationRequest(
-            request_id=request_id,
+            submission=SubmitRequest(
+                RequestKey("", request_id, 0),
+                (),
+                len(input_ids),
+                read_sampling_params(params, max_tokens, seed),
+                priority=message.priority,
+                namespace=namespace,
+            ),
             fingerprint=fingerprint(message),
             input_ids=input_ids,
-            params=read_sampling_params(params, max_tokens, seed),
-            priority=message.priority,
             caller=caller,
-            namespace=namespace,
             marks=self.marks_of(input_ids, namespace),
             turn=turn,
         )
@@ -133,8 +137,6 @@ class Validator:
         room = limits.most_tokens - prompt_tokens
         if not params.HasField("max_tokens"):
             max_tokens = min(self.default_max_tokens, room)
-        elif params.max_tokens < 1:
-            raise InvalidField("max_tokens", "must be at least 1, got 0")
         else:
             max_tokens = params.max_tokens
             _check_total(prompt_tokens, max_tokens, limits)

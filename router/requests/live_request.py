@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
-from dataclasses import replace
 from typing import Any
 
 from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
@@ -147,11 +146,10 @@ class LiveRequest:
 
     async def _start_when_placed(self) -> None:
         with self._ending_with_its_errors():
-            placement = await self._failover.place_first(self.request)
-            self.waits_for_workers = False
-            placement = self._failover.place_in_time(
-                self.request, placement, self._readers.deadline
+            placement = await self._failover.place_first(
+                self.request, lambda: self._readers.deadline
             )
+            self.waits_for_workers = False
             self._submit(range(self.request.params.n), placement)
 
     # Calls from clients and the router's stop.
@@ -357,18 +355,17 @@ class LiveRequest:
     def _submit(
         self, choices: range, placement: Placement, before: Resubmission | None = None
     ) -> None:
-        submission = Submission(
-            request=self.request,
-            attempt=next(self._attempt_numbers),
-            choices=choices,
-            age_seconds=self._stopwatch.seconds,
+        submission = Submission.of(
+            self.request,
+            next(self._attempt_numbers),
+            choices,
+            self._stopwatch.seconds,
             emitted=self._emitted(choices),
             prompt_logprobs=self._stream.prompt_logprobs_due,
             alone=self._failover.alone(choices),
         )
         if self._trace is not None:
-            traceparent = self._trace.submitted(submission, placement, before)
-            submission = replace(submission, traceparent=traceparent)
+            submission = submission.traced(self._trace.submitted(submission, placement, before))
         self._attempts = {n: one for n, one in self._attempts.items() if one.open_choices}
         self.generated_on = placement.decode.endpoint.incarnation
         attempt = self._attempts[submission.attempt] = Attempt(submission, placement)

@@ -8,7 +8,8 @@ from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvrelay.engine.faults import Fault, FaultAction, FaultEvent, FaultPhase
+from kvrelay.engine.faults import Fault, FaultAction, FaultEvent
+from kvrelay.engine.phases import Phase
 
 
 class Harm(StrEnum):
@@ -60,18 +61,18 @@ FORWARD_FAULTS = {
 SURVIVED = {Harm.FAIL_FORWARD, Harm.FAIL_REQUEST}
 """Faults of forwards that do not end their worker."""
 COMPUTES = {
-    Victim.PREFILL: FaultPhase.PREFILLING,
-    Victim.DECODE: FaultPhase.DECODING,
-    Victim.DECODE_ALONE: FaultPhase.DECODING,
+    Victim.PREFILL: Phase.PREFILLING,
+    Victim.DECODE: Phase.DECODING,
+    Victim.DECODE_ALONE: Phase.DECODING,
 }
 """The phase in which a worker's forwards compute a request."""
 EVENTS = {
-    (Victim.PREFILL, FaultPhase.QUEUED): FaultEvent.ASK,
-    (Victim.PREFILL, FaultPhase.ANNOUNCED): FaultEvent.ANNOUNCE,
-    (Victim.PREFILL, FaultPhase.PULLED): FaultEvent.RELEASED,
-    (Victim.DECODE, FaultPhase.PREFILLING): FaultEvent.GRANT,
-    (Victim.DECODE, FaultPhase.PULLING): FaultEvent.PULL,
-    (Victim.DECODE, FaultPhase.PULLED): FaultEvent.DONE,
+    (Victim.PREFILL, Phase.QUEUED): FaultEvent.ASK,
+    (Victim.PREFILL, Phase.ANNOUNCED): FaultEvent.ANNOUNCE,
+    (Victim.PREFILL, Phase.PULLED): FaultEvent.RELEASED,
+    (Victim.DECODE, Phase.PREFILLING): FaultEvent.GRANT,
+    (Victim.DECODE, Phase.PULLING): FaultEvent.PULL,
+    (Victim.DECODE, Phase.PULLED): FaultEvent.DONE,
 }
 """The message that a victim sends in a phase, or the read of pages that it starts."""
 ROUTER_STREAM = (
@@ -79,14 +80,14 @@ ROUTER_STREAM = (
     "it is to lose the stream, as when the router dies"
 )
 SENDS_NOTHING = {
-    (Victim.PREFILL, FaultPhase.PREFILLING): "P says nothing between the grant and its first page",
-    (Victim.PREFILL, FaultPhase.PULLING): "while D reads, P has nothing to say",
-    (Victim.PREFILL, FaultPhase.DECODING): "the hand-over is over",
-    (Victim.PREFILL, FaultPhase.RETRACTED): "the hand-over is over",
-    (Victim.DECODE, FaultPhase.QUEUED): "D waits to be asked",
-    (Victim.DECODE, FaultPhase.ANNOUNCED): "D answers an announcement by reading: see pulling",
-    (Victim.DECODE, FaultPhase.DECODING): "the hand-over is over",
-    (Victim.DECODE, FaultPhase.RETRACTED): "the hand-over is over",
+    (Victim.PREFILL, Phase.PREFILLING): "P says nothing between the grant and its first page",
+    (Victim.PREFILL, Phase.PULLING): "while D reads, P has nothing to say",
+    (Victim.PREFILL, Phase.DECODING): "the hand-over is over",
+    (Victim.PREFILL, Phase.RETRACTED): "the hand-over is over",
+    (Victim.DECODE, Phase.QUEUED): "D waits to be asked",
+    (Victim.DECODE, Phase.ANNOUNCED): "D answers an announcement by reading: see pulling",
+    (Victim.DECODE, Phase.DECODING): "the hand-over is over",
+    (Victim.DECODE, Phase.RETRACTED): "the hand-over is over",
 }
 COMPUTES_ELSEWHERE = (
     "P computes while it prefills and D while it decodes (D alone in one forward with both); a "
@@ -94,27 +95,29 @@ COMPUTES_ELSEWHERE = (
 )
 NOT_HANDED_OVER = "a prompt that D computes itself is not handed over"
 ALONE_PHASES = {
-    FaultPhase.QUEUED,
-    FaultPhase.PREFILLING,
-    FaultPhase.DECODING,
-    FaultPhase.RETRACTED,
-    FaultPhase.DRAINING,
+    Phase.QUEUED,
+    Phase.PREFILLING,
+    Phase.DECODING,
+    Phase.RETRACTED,
+    Phase.DRAINING,
 }
 DRAINS_ALIKE = "a hand-over is the same while its worker drains"
 ROUTER_DRAINS = "a router stops taking requests and waits for its own: there is no such phase"
 
 
 SESSION_PHASES = (
-    FaultPhase.SAVING,
-    FaultPhase.BORROWING,
-    FaultPhase.PREFETCHING,
-    FaultPhase.WRITING_BACK,
+    Phase.SAVING,
+    Phase.BORROWING,
+    Phase.PREFETCHING,
+    Phase.WRITING_BACK,
 )
 """The columns of the second table: of sessions, and of host memory below the device."""
-TIER_PHASES = (FaultPhase.PREFETCHING, FaultPhase.WRITING_BACK)
-STORAGE_PHASES = (FaultPhase.STORING, FaultPhase.FETCHING)
+TIER_PHASES = (Phase.PREFETCHING, Phase.WRITING_BACK)
+STORAGE_PHASES = (Phase.STORING, Phase.FETCHING)
 """They have no column: see `tests/cluster/test_kv_storage.py`."""
-PHASES = tuple(phase for phase in FaultPhase if phase not in SESSION_PHASES + STORAGE_PHASES)
+_MESSAGES = (Phase.ASKED, Phase.GRANTED)
+"""The phases that begin with a message: cells of `FaultEvent.ASK` and `GRANT` are about them."""
+PHASES = tuple(phase for phase in Phase if phase not in SESSION_PHASES + STORAGE_PHASES + _MESSAGES)
 """The columns of the first one."""
 NOT_BROUGHT_BACK = (
     "what a prefill worker computes is read by the decode worker, which brings nothing back from "
@@ -152,7 +155,7 @@ class Cell:
 
     harm: Harm
     victim: Victim
-    phase: FaultPhase
+    phase: Phase
 
     def __str__(self) -> str:
         return f"{self.harm}, {self.victim}, {self.phase}"
@@ -174,7 +177,7 @@ class Cell:
         """Why this cell cannot be run; empty if it can."""
         if self.phase in SESSION_PHASES:
             return self._impossible_in_a_session
-        if self.phase is FaultPhase.DRAINING and self.victim is Victim.ROUTER:
+        if self.phase is Phase.DRAINING and self.victim is Victim.ROUTER:
             return ROUTER_DRAINS
         if self.victim is Victim.DECODE_ALONE and (
             self.phase not in ALONE_PHASES or self.harm in MESSAGE_ACTIONS
@@ -184,7 +187,7 @@ class Cell:
             return "" if COMPUTES.get(self.victim) is self.phase else COMPUTES_ELSEWHERE
         if self.harm not in MESSAGE_ACTIONS or self.event is not None:
             return ""
-        if self.phase is FaultPhase.DRAINING:
+        if self.phase is Phase.DRAINING:
             return DRAINS_ALIKE
         if self.victim is Victim.ROUTER:
             return ROUTER_STREAM
@@ -192,12 +195,12 @@ class Cell:
 
     @property
     def _impossible_in_a_session(self) -> str:
-        if (self.victim, self.phase) == (Victim.DECODE_ALONE, FaultPhase.BORROWING):
+        if (self.victim, self.phase) == (Victim.DECODE_ALONE, Phase.BORROWING):
             return NOT_HANDED_OVER
         return NOT_BROUGHT_BACK if (self.victim, self.phase) == _BY_PREFILL else ""
 
 
-_BY_PREFILL = (Victim.DECODE, FaultPhase.PREFETCHING)
+_BY_PREFILL = (Victim.DECODE, Phase.PREFETCHING)
 
 
 def matrix() -> Iterator[Cell]:
@@ -216,22 +219,22 @@ def session_matrix() -> Iterator[Cell]:
 
 
 SHORT = (
-    Cell(Harm.KILL, Victim.PREFILL, FaultPhase.PULLING),
-    Cell(Harm.DROP, Victim.DECODE, FaultPhase.PULLED),
-    Cell(Harm.KILL, Victim.DECODE, FaultPhase.DECODING),
-    Cell(Harm.DROP, Victim.PREFILL, FaultPhase.ANNOUNCED),
-    Cell(Harm.KILL, Victim.ROUTER, FaultPhase.DECODING),
-    Cell(Harm.DUPLICATE, Victim.DECODE, FaultPhase.PULLING),
-    Cell(Harm.STOP_FOR_GOOD, Victim.DECODE, FaultPhase.PULLED),
-    Cell(Harm.FAIL, Victim.PREFILL, FaultPhase.ANNOUNCED),
-    Cell(Harm.RESTART, Victim.PREFILL, FaultPhase.ANNOUNCED),
-    Cell(Harm.FAIL_REQUEST, Victim.DECODE, FaultPhase.DECODING),
-    Cell(Harm.BREAK_DEVICE, Victim.DECODE, FaultPhase.DECODING),
+    Cell(Harm.KILL, Victim.PREFILL, Phase.PULLING),
+    Cell(Harm.DROP, Victim.DECODE, Phase.PULLED),
+    Cell(Harm.KILL, Victim.DECODE, Phase.DECODING),
+    Cell(Harm.DROP, Victim.PREFILL, Phase.ANNOUNCED),
+    Cell(Harm.KILL, Victim.ROUTER, Phase.DECODING),
+    Cell(Harm.DUPLICATE, Victim.DECODE, Phase.PULLING),
+    Cell(Harm.STOP_FOR_GOOD, Victim.DECODE, Phase.PULLED),
+    Cell(Harm.FAIL, Victim.PREFILL, Phase.ANNOUNCED),
+    Cell(Harm.RESTART, Victim.PREFILL, Phase.ANNOUNCED),
+    Cell(Harm.FAIL_REQUEST, Victim.DECODE, Phase.DECODING),
+    Cell(Harm.BREAK_DEVICE, Victim.DECODE, Phase.DECODING),
 )
 """The cells that `make chaos-short` runs, a few seconds each."""
 SHORT_ALONE = (
-    Cell(Harm.KILL, Victim.DECODE_ALONE, FaultPhase.PREFILLING),
-    Cell(Harm.FAIL_REQUEST, Victim.DECODE_ALONE, FaultPhase.DECODING),
-    Cell(Harm.RESTART, Victim.DECODE_ALONE, FaultPhase.DECODING),
+    Cell(Harm.KILL, Victim.DECODE_ALONE, Phase.PREFILLING),
+    Cell(Harm.FAIL_REQUEST, Victim.DECODE_ALONE, Phase.DECODING),
+    Cell(Harm.RESTART, Victim.DECODE_ALONE, Phase.DECODING),
 )
 """The same, on a cluster of decode workers alone."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvrelay.engine.faults import Fault, FaultAction, FaultPhase
+from kvrelay.engine.faults import Fault, FaultAction
+from kvrelay.engine.phases import Phase
 from kvrelay.router.errors import CannotDrain
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.chaos.cells import (
@@ -33,33 +34,33 @@ STOP_S = 5.0
 DELAY_S = 1.0
 SEEN_BY_ITSELF = {
     Victim.PREFILL: (
-        FaultPhase.QUEUED,
-        FaultPhase.PREFILLING,
-        FaultPhase.DRAINING,
-        FaultPhase.BORROWING,
-        FaultPhase.PREFETCHING,
-        FaultPhase.WRITING_BACK,
+        Phase.QUEUED,
+        Phase.PREFILLING,
+        Phase.DRAINING,
+        Phase.BORROWING,
+        Phase.PREFETCHING,
+        Phase.WRITING_BACK,
     ),
     Victim.DECODE: (
-        FaultPhase.QUEUED,
-        FaultPhase.PULLING,
-        FaultPhase.PULLED,
-        FaultPhase.DECODING,
-        FaultPhase.RETRACTED,
-        FaultPhase.DRAINING,
-        FaultPhase.SAVING,
-        FaultPhase.BORROWING,
-        FaultPhase.WRITING_BACK,
+        Phase.QUEUED,
+        Phase.PULLING,
+        Phase.PULLED,
+        Phase.DECODING,
+        Phase.RETRACTED,
+        Phase.DRAINING,
+        Phase.SAVING,
+        Phase.BORROWING,
+        Phase.WRITING_BACK,
     ),
     Victim.DECODE_ALONE: (
         *ALONE_PHASES,
-        FaultPhase.SAVING,
-        FaultPhase.PREFETCHING,
-        FaultPhase.WRITING_BACK,
+        Phase.SAVING,
+        Phase.PREFETCHING,
+        Phase.WRITING_BACK,
     ),
 }
 """Phases that a worker enters itself: the others are seen by a worker of the other role."""
-PREFILL_SEES = (FaultPhase.QUEUED, FaultPhase.PREFILLING, FaultPhase.PREFETCHING)
+PREFILL_SEES = (Phase.QUEUED, Phase.PREFILLING, Phase.PREFETCHING)
 """Phases that the prefill worker sees; the decode worker sees the others."""
 
 
@@ -136,7 +137,7 @@ def _changed(chaos: ChaosCluster, cell: Cell, before: dict[str, WorkerInfo]) -> 
 def _victim_names(cell: Cell) -> tuple[str, ...]:
     if cell.victim is Victim.ROUTER or cell.harm in MESSAGE_ACTIONS or cell.harm in SURVIVED:
         return ()
-    if cell.harm is Harm.STOP and cell.phase is not FaultPhase.DRAINING:
+    if cell.harm is Harm.STOP and cell.phase is not Phase.DRAINING:
         return ()
     return (_victim_name(cell),)
 
@@ -203,7 +204,7 @@ async def _harm_worker(chaos: ChaosCluster, cell: Cell, stop_s: float) -> list[s
     before = chaos.worker(_victim_name(cell))
     observer, fault = _strike(chaos, cell, before, stop_s)
     await chaos.arm(observer, fault)
-    draining = cell.phase is FaultPhase.DRAINING
+    draining = cell.phase is Phase.DRAINING
     drain = asyncio.create_task(_drain(chaos, before.name)) if draining else None
     await chaos.until_fired(observer, (before.pid,))
     if drain is not None:
@@ -257,7 +258,7 @@ def _strike(
         return victim.name, Fault(action, cell.phase, seconds=seconds)
     observer = "decode-0" if cell.victim is Victim.PREFILL else "prefill-0"
     # A turn is saved when its prefill worker has long done its part.
-    peer = "" if cell.phase is FaultPhase.SAVING else victim.incarnation
+    peer = "" if cell.phase is Phase.SAVING else victim.incarnation
     return observer, Fault(action, cell.phase, seconds=seconds, peer=peer, pid=victim.pid)
 
 

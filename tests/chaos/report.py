@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from tests.chaos.cells import PHASES, SESSION_PHASES, Cell, Harm, Victim
 from tests.chaos.cluster import bound_of
 from tests.chaos.experiment import Report
@@ -67,7 +67,7 @@ def load(path: Path) -> dict[Cell, Report]:
 
 
 def _report(cell: dict[str, str], **more: Any) -> Report:
-    where = Cell(Harm(cell["harm"]), Victim(cell["victim"]), FaultPhase(cell["phase"]))
+    where = Cell(Harm(cell["harm"]), Victim(cell["victim"]), Phase(cell["phase"]))
     return Report(where, **more)
 
 
@@ -100,7 +100,7 @@ def to_markdown(
 
 def _table(
     cells: Sequence[Cell],
-    phases: Sequence[FaultPhase],
+    phases: Sequence[Phase],
     reports: Mapping[Cell, Report],
     reasons: dict[str, list[Cell]],
 ) -> Iterator[str]:

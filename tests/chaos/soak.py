@@ -32,7 +32,8 @@ import psutil
 from kvrelay.deploy.nodes.local_ray import LocalRay
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
-from kvrelay.engine.faults import Fault, FaultAction, FaultEvent, FaultPhase
+from kvrelay.engine.faults import Fault, FaultAction, FaultEvent
+from kvrelay.engine.phases import Phase
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.load import Case, Expected, Load, Outcome, check, make_cases
 from tests.chaos.signals import Signals
@@ -95,13 +96,13 @@ def random_fault(rng: random.Random, chaos: ChaosCluster) -> tuple[str, Fault]:
     action = rng.choice([FaultAction.KILL, FaultAction.KILL, FaultAction.STOP])
     seconds = rng.choice([0.0, 1.0, 3.0]) if action is FaultAction.STOP else 0.0
     own = {
-        "prefill": [FaultPhase.QUEUED, FaultPhase.PREFILLING, FaultPhase.ANNOUNCED],
+        "prefill": [Phase.QUEUED, Phase.PREFILLING, Phase.ANNOUNCED],
         "decode": [
-            FaultPhase.QUEUED,
-            FaultPhase.ANNOUNCED,
-            FaultPhase.PULLING,
-            FaultPhase.PULLED,
-            FaultPhase.DECODING,
+            Phase.QUEUED,
+            Phase.ANNOUNCED,
+            Phase.PULLING,
+            Phase.PULLED,
+            Phase.DECODING,
         ],
     }
     role = rng.choice(["prefill", "decode"])

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.wire.worker_info import WorkerInfo
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
 from tests.chaos.cells import Cell, Harm, Victim
@@ -82,6 +82,7 @@ async def total(chaos: ChaosCluster, name: str, **labels: str) -> float:
     )
 
 
+@pytest.mark.slow  # test_chaos.py has this scenario with fewer requests in `make test`
 async def test_scenario_34_bytes_that_come_after_an_abort_change_no_token(
     chaos: ChaosCluster, expected: Expected
 ):
@@ -115,7 +116,7 @@ async def test_connections_that_break_are_made_again(
 
 
 CELLS = [
-    Cell(harm, victim, FaultPhase.PULLING)
+    Cell(harm, victim, Phase.PULLING)
     for harm, victim in (
         (Harm.KILL, Victim.PREFILL),
         (Harm.STOP_FOR_GOOD, Victim.PREFILL),

@@ -121,6 +121,7 @@ def run(*arguments: str) -> Result:
 @pytest.mark.parametrize("command", ["drain", "generate", "status"])
 def test_a_client_command_starts_without_ray_and_torch(command: str):
     """They take seconds to import, and Ray's driver shows the workers' logs."""
-    code = f"import sys, kvrelay.deploy.{command}; print({{'ray', 'torch'}} & set(sys.modules))"
+    module = f"kvrelay.deploy.commands.{command}"
+    code = f"import sys, {module}; print({{'ray', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")

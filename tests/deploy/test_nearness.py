@@ -113,8 +113,8 @@ def _node(options: dict[str, Any]) -> str:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, ray: LabelledRay) -> LabelledRay:
-    for module in ("placement", "nearness"):
-        monkeypatch.setattr(f"kvrelay.deploy.{module}.ray", ray)
+    for module in ("ray_places", "nearness"):
+        monkeypatch.setattr(f"kvrelay.deploy.nodes.{module}.ray", ray)
     monkeypatch.setattr(
         "kvrelay.deploy.nodes.ray_places.PlacementGroupSchedulingStrategy",
         lambda group, placement_group_bundle_index: (group, placement_group_bundle_index),

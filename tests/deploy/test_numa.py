@@ -18,7 +18,7 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 _WORKER = """
 import asyncio, json, os, sys, threading
 from pathlib import Path
-from kvrelay.deploy import numa
+from kvrelay.deploy.nodes import numa
 early = threading.Event()
 seen = {}
 def note(name):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.engine.scheduler.commands import ForgetSession
+from kvrelay.engine.scheduler.commands import FromRouter
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.submit import KeptSession
+from kvrelay.wire.submit import ForgetSessionRequest, KeptSession
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
 
 GOOD = {EndReason.STOP, EndReason.LENGTH}
@@ -59,7 +59,7 @@ class Conversation:
 
     def forget_on(self, worker: SimWorker | None) -> None:
         if worker is not None:
-            worker.inbox.post(ForgetSession(worker.link, self.name))
+            worker.inbox.post(FromRouter(worker.link, ForgetSessionRequest(self.name)))
 
     def close(self) -> None:
         for worker in self.simulation.workers:

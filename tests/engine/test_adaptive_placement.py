@@ -12,6 +12,7 @@ import pytest
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.router.placement.estimate import ExpectedPrompts
 from kvrelay.router.placement.local_prompts import Side, decide
+from kvrelay.wire.submit import SubmitRequest
 from tests.engine.simulation import SimRequest, SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.test_itl_target import CHUNK, ROW_SECONDS, STEP_SECONDS, OneWorker, prompt_of
@@ -68,9 +69,9 @@ def side(worker: SimWorker) -> Side:
     return Side(ExpectedPrompts(worker.role_name, load, prompts), 0, num_requests)
 
 
-def submissions(worker: SimWorker) -> list[Submit]:
+def submissions(worker: SimWorker) -> list[SubmitRequest]:
     """Those that were sent to a worker and did not arrive yet."""
-    return [message for message in worker.inbox if isinstance(message, Submit)]
+    return [message.submission for message in worker.inbox if isinstance(message, Submit)]
 
 
 @dataclass(frozen=True)

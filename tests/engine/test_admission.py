@@ -6,15 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.scheduler.admit_in_turn import admit_in_turn
-from kvrelay.engine.scheduler.chunks import share_budget
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
+from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
-from kvrelay.engine.scheduler.outbox import RouterLink
+from kvrelay.engine.scheduler.metrics import WorkerMetrics
+from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
+from kvrelay.engine.scheduler.prompts_in_progress import share_budget
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
-from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, StopConditions
+from kvrelay.wire.worker_info import WorkerRole
+from tests.engine.submissions import submit
 from tests.known import known
 
 
@@ -23,21 +28,25 @@ def kv_cache(pages: int = 100) -> KVCacheManager:
     return KVCacheManager(shapes, page_size=4, total_rows=8, max_row_tokens=400)
 
 
+def scheduler_context() -> SchedulerContext[Request]:
+    config = WorkerConfig("w", WorkerRole.PREFILL, None, "sim")  # type: ignore[arg-type]
+    outbox = Outbox(lambda function, *args: function(*args))
+    return SchedulerContext(kv_cache(), outbox, WorkerMetrics(config))
+
+
 def request(
     number: int = 0, *, prompt: int = 4, most: int = 40, priority: int = 0, choices: int = 1
 ) -> Request:
-    return Request(
-        key=RequestKey("router", str(number), 1),
-        link=RouterLink("router"),
-        prompt_ids=[1] * prompt,
-        output_ids=[],
-        input_len=prompt,
-        choices=tuple(range(choices)),
-        sampling=SamplingParams(),
-        stops=StopConditions(max_tokens=most),
+    command = submit(
+        RouterLink("router"),
+        RequestKey("router", str(number), 1),
+        [1] * prompt,
+        StopConditions(max_tokens=most),
+        n=choices,
         priority=priority,
         arrived=float(number),
     )
+    return Request.of(command)
 
 
 @given(
@@ -88,38 +97,41 @@ def test_prompts_of_one_length_end_one_after_the_other():
 
 
 def test_a_misfit_is_bypassed_so_many_times_and_no_more():
-    account = kv_cache()
+    context = scheduler_context()
+    account = context.kv_cache
     large, small = request(0), [request(number) for number in range(1, 9)]
     fits, held = {*small}, known(account.open("room that comes back", 8))
-    let_in = list(admit_in_turn(account, [large, *small], fits.__contains__, bypass_limit=3))
-    assert let_in == small[:3]
-    assert list(admit_in_turn(account, [large, *small[3:]], fits.__contains__, 3)) == []
-    everyone = {large, *small}
+    admission = AdmissionInTurn(context, lambda one: one in fits, bypass_limit=3)
+    assert list(admission.admit([large, *small])) == small[:3]
+    assert list(admission.admit([large, *small[3:]])) == []
+    fits.add(large)
     release_kv_cache(account, held, Outcome.ABORTED)
     waiting = [large, *small[3:]]
-    assert list(admit_in_turn(account, waiting, everyone.__contains__, 3)) == waiting
+    assert list(admission.admit(waiting)) == waiting
 
 
 def test_who_was_refused_is_not_asked_again_until_there_is_room():
-    account, asked = kv_cache(), []
+    context, asked = scheduler_context(), []
+    account = context.kv_cache
 
     def refuse(one: Request) -> bool:
         asked.append(one)
         return False
 
+    admission = AdmissionInTurn(context, refuse, 3)
     waiting, held = [request(0)], known(account.open("holder", 40))
     for _ in range(3):
-        assert list(admit_in_turn(account, waiting, refuse, 3)) == []
+        assert list(admission.admit(waiting)) == []
     assert len(asked) == 1
     release_kv_cache(account, held, Outcome.ABORTED)
-    assert list(admit_in_turn(account, waiting, refuse, 3)) == []
+    assert list(admission.admit(waiting)) == []
     assert len(asked) == 2
 
 
 def test_priority_and_age_decide_whose_turn_it_is():
     late, urgent, early = request(2), request(3, priority=-1), request(1)
-    order = list(admit_in_turn(kv_cache(), [late, urgent, early], lambda _: True, 3))
-    assert order == [urgent, early, late]
+    admission = AdmissionInTurn(scheduler_context(), lambda _: True, 3)
+    assert list(admission.admit([late, urgent, early])) == [urgent, early, late]
 
 
 @pytest.mark.parametrize(("least", "most"), [(0.0, 1.0), (0.3, 0.6), (1.0, 1.0)])
@@ -163,3 +175,20 @@ def test_nothing_is_left_for_one_that_is_alone():
     assert reserve.pages([several]) > [10]
     assert reserve.headroom(several, []) is None
     assert reserve.headroom(several, [request(1)]) == reserve.pages([request(1), several])
+
+
+@pytest.mark.parametrize(("written", "committed"), [(-1, 0), (5, 4), (7, 7), (4, 7)])
+def test_lengths_that_are_not_as_drawn_are_found(written: int, committed: int) -> None:
+    """Of a request of six tokens."""
+    memory, one = kv_cache(), request(prompt=6)
+    one.lease = known(memory.open("holder", 8))
+    assert memory.grow(one.held, 8)
+    memory.commit(one.held, 6)
+    one.kv_written_len = 5
+    one.check_lengths()
+    memory.lengths.trim(one.held, committed) if committed < 6 else memory.commit(
+        one.held, committed
+    )
+    one.kv_written_len = written
+    with pytest.raises(AssertionError, match="tokens written"):
+        one.check_lengths()

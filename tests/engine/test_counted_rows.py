@@ -17,7 +17,7 @@ from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import UNKNOWN, PendingToken, TokenState
 from kvrelay.model_runner.sampling import token_counts
 from kvrelay.model_runner.sampling.token_counts import IN_OUTPUT, IN_PROMPT, TokenCounts
-from kvrelay.wire.submit import SamplingParams, StopConditions
+from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions
 
 CPU = torch.device("cpu")
 VOCAB = 12
@@ -36,12 +36,12 @@ def state_of(rng: random.Random, sampling: SamplingParams, **others: Any) -> Tok
     """A request that has an output, as one that goes on here."""
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
     output = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
-    options = {"choices": (0,), "stops": StopConditions(max_tokens=99), **others}
+    options = {"choices": (0,), **others}
     return TokenState(
         token_ids=prompt + output,
         input_len=len(prompt),
         prompt_ids=tuple(prompt),
-        sampling=sampling,
+        params=GenerationParams(sampling, StopConditions(max_tokens=99)),
         **options,
     )
 
@@ -49,7 +49,7 @@ def state_of(rng: random.Random, sampling: SamplingParams, **others: Any) -> Tok
 def expected(state: TokenState) -> list[int]:
     """The row of a request whose tokens are all known."""
     counts = Counter(state.output_ids)
-    seen = state.prompt_ids if state.sampling.repetition_penalty != 1 else ()
+    seen = state.prompt_ids if state.params.sampling.repetition_penalty != 1 else ()
     return [IN_OUTPUT * counts[token] + IN_PROMPT * (token in seen) for token in range(VOCAB)]
 
 

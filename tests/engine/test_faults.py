@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.faults import (
-    Fault,
-    FaultAction,
-    FaultEvent,
-    FaultPhase,
-    FaultPlan,
-    parse_faults,
-)
+from kvrelay.engine.faults import Fault, FaultAction, FaultEvent, FaultPlan, parse_faults
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.outbox import MessageStream
 from kvrelay.engine.worker.faulty import FaultyOutbox
 from kvrelay.wire.hand_over import Done, Sequenced
@@ -27,15 +21,15 @@ LATER = Sequenced(1, "later")
 def test_faults_are_what_their_specs_say():
     assert parse_faults("delay:pull:3:0.5s, decode-1/stop:pulling:5s,kill:queued") == (
         Fault(FaultAction.DELAY, FaultEvent.PULL, nth=3, seconds=0.5),
-        Fault(FaultAction.STOP, FaultPhase.PULLING, seconds=5.0, worker="decode-1"),
-        Fault(FaultAction.KILL, FaultPhase.QUEUED),
+        Fault(FaultAction.STOP, Phase.PULLING, seconds=5.0, worker="decode-1"),
+        Fault(FaultAction.KILL, Phase.QUEUED),
     )
     assert parse_faults("kill:saving:3, stop:writing_back:1s, d0/kill:prefetching") == (
-        Fault(FaultAction.KILL, FaultPhase.SAVING, nth=3),
-        Fault(FaultAction.STOP, FaultPhase.WRITING_BACK, seconds=1.0),
-        Fault(FaultAction.KILL, FaultPhase.PREFETCHING, worker="d0"),
+        Fault(FaultAction.KILL, Phase.SAVING, nth=3),
+        Fault(FaultAction.STOP, Phase.WRITING_BACK, seconds=1.0),
+        Fault(FaultAction.KILL, Phase.PREFETCHING, worker="d0"),
     )
-    assert parse_faults("lose:decoding:2") == (Fault(FaultAction.LOSE, FaultPhase.DECODING, nth=2),)
+    assert parse_faults("lose:decoding:2") == (Fault(FaultAction.LOSE, Phase.DECODING, nth=2),)
     assert parse_faults("hang:forward:2, poison:forward, p0/fail:forward@chat-1.a:always") == (
         Fault(FaultAction.HANG, FaultEvent.FORWARD, nth=2),
         Fault(FaultAction.POISON, FaultEvent.FORWARD),
@@ -49,7 +43,7 @@ def test_faults_are_what_their_specs_say():
     [
         ("explode:pull", "'explode:pull': explode is none of delay, drop, duplicate, fail, "),
         ("drop:everything", "'drop:everything': everything is none of ask, grant, announce, "),
-        ("kill:pull", "'kill:pull': pull is none of queued, prefilling, borrowing, "),
+        ("kill:pull", "'kill:pull': pull is none of queued, asked, granted, prefilling, "),
         ("corrupt:done", "'corrupt:done': only a pull can be corrupted"),
         ("drop:done:0", "'drop:done:0': they are counted from 1"),
         ("drop:done:1:2s", "'drop:done:1:2s': drop takes no time"),
@@ -86,12 +80,12 @@ def test_a_fault_of_forwards_can_be_of_one_request_and_happen_always():
 def test_only_requests_shared_with_the_peer_count(monkeypatch: pytest.MonkeyPatch):
     struck: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: struck.append((pid, number)))
-    plan = FaultPlan([Fault(FaultAction.KILL, FaultPhase.PULLING, peer="prefill-0-abc", pid=7)])
-    plan.reach(FaultPhase.PULLING, "prefill-1-abc")
-    plan.reach(FaultPhase.PULLED, "prefill-0-abc")
+    plan = FaultPlan([Fault(FaultAction.KILL, Phase.PULLING, peer="prefill-0-abc", pid=7)])
+    plan.reach(Phase.PULLING, "prefill-1-abc")
+    plan.reach(Phase.PULLED, "prefill-0-abc")
     assert not struck
-    plan.reach(FaultPhase.PULLING, "prefill-0-abc")
-    plan.reach(FaultPhase.PULLING, "prefill-0-abc")
+    plan.reach(Phase.PULLING, "prefill-0-abc")
+    plan.reach(Phase.PULLING, "prefill-0-abc")
     assert struck == [(7, signal.SIGKILL)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from kvrelay.engine.scheduler.commands import Cancel, Detach, Inbox, Submit
+from kvrelay.engine.scheduler.commands import Detach, Inbox, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.worker.held_submits import Prepare
@@ -19,6 +19,7 @@ from kvrelay.text import grammar
 from kvrelay.text.grammar import GrammarError, Grammars, byte_vocabulary
 from kvrelay.v1 import inference_pb2, worker_pb2
 from kvrelay.wire.output import EndReason, RequestEnd
+from kvrelay.wire.submit import CancelRequest
 from kvrelay.wire.worker_info import WorkerRole
 from tests.known import known
 from tests.router.scripted_worker import until
@@ -57,7 +58,7 @@ class Served:
         """Which commands have come for which request."""
         await asyncio.sleep(0)
         commands = self.inbox.take_all() if self.inbox else []
-        assert all(isinstance(command, Submit | Cancel) for command in commands)
+        assert all(isinstance(command, Submit | CancelRequest) for command in commands)
         return [(type(command), command.key.request_id) for command in commands]
 
 
@@ -83,7 +84,7 @@ async def test_a_submission_that_waits_is_cancelled_at_once() -> None:
     assert (output.key.request_id, output.key.attempt, output.key.choice) == ("slow", 1, 2)
     assert (output.index, output.end) == (1, RequestEnd(EndReason.ABORTED))
     served.compiled.set_exception(GrammarError("cannot be used"))
-    assert await served.posted() == [(Cancel, "other")]
+    assert await served.posted() == [(CancelRequest, "other")]
 
 
 async def test_a_worker_that_drains_gives_back_what_waits_and_holds_nothing_more() -> None:
@@ -91,7 +92,7 @@ async def test_a_worker_that_drains_gives_back_what_waits_and_holds_nothing_more
     served = Served()
     waiting = message(request_id="slow", first_choice=2, num_prompt_tokens=2, params=WITH_GRAMMAR)
     served.service.take(worker_pb2.AttachRequest(submit=waiting), served.link)
-    served.service.drain()
+    served.service.retract_held()
     [outputs] = served.link.take_all()
     [output] = known(outputs).outputs
     assert (output.key.request_id, output.key.attempt, output.key.choice) == ("slow", 1, 2)
@@ -135,7 +136,7 @@ async def test_a_request_keeps_its_grammar(monkeypatch: pytest.MonkeyPatch) -> N
     await until(lambda: len(served.inbox) == 3)
     requests = [Request.of(submit) for submit in served.inbox.take_all()]
     for request in requests:
-        grammars.prepare(known(request.make_token_state((0,)).sampling.structured_output)).result()
+        grammars.prepare(known(request.params.sampling.structured_output)).result()
     assert len(compiled) == 3
 
 

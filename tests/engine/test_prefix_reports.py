@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvrelay.engine.scheduler import prefix_reports
-from kvrelay.engine.scheduler.commands import TellPrefixes
+from kvrelay.engine.scheduler.commands import FromRouter
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.prefix_reports import PrefixReports
 from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
@@ -20,6 +20,7 @@ from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.output import EngineOutputs
 from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.prefixes import PrefixUpdate
+from kvrelay.wire.submit import TellPrefixesRequest
 from tests.engine.simulation import Simulation, SimWorker
 
 PAGE_SIZE = 64
@@ -194,7 +195,7 @@ class Following(Simulation):
             return
         if self.random.random() < self.misses:
             self.lacking.add(worker)
-            worker.inbox.post(TellPrefixes(worker.link))
+            worker.inbox.post(FromRouter(worker.link, TellPrefixesRequest()))
         else:
             told.take(update)
 

@@ -26,10 +26,11 @@ from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.output import EndReason
-from kvrelay.wire.submit import RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import RequestKey, StopConditions
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.simulation.clockwork import Clockwork
+from tests.engine.submissions import submit
 from tests.engine.test_scenarios import step_until
 from tests.known import known
 
@@ -208,7 +209,9 @@ def test_nobody_waits_for_one_that_makes_no_progress(where: str) -> None:
             pass
     else:
         simulation.end_read = lambda one: None
-        step_until(simulation, lambda: any(r.prefix_wait for r in decode.context.requests.values()))
+        waits = decode.scheduler._grants._waits
+        live = decode.context.requests
+        step_until(simulation, lambda: any(map(waits.wait_of, live.values())))
         # What arrives later would be progress.
         step_until(simulation, lambda: bool(computing(decode)[0].hand_over.first_tokens))
     assert len(computing(worker)) == 1
@@ -297,7 +300,8 @@ def test_one_that_its_decode_worker_lets_wait_leads_nobody_for_another() -> None
     held = free.context.requests[waits.key]
     assert held.hand_over.is_held
     follower = free.context.requests[follows.key]
-    assert follower.prefix_wait.leader is held, "both would wait for the same"
+    wait = free.scheduler._queue._waits.wait_of(follower)
+    assert wait.leader is held, "both would wait for the same"
     other = submit_to(simulation, [*PREFIX, 2], free, empty)
     simulation.run()
     assert_right([other])
@@ -340,17 +344,8 @@ class Bench:
         self.leader.lease = known(self.kv_cache.open("leader", len(PREFIX)))
 
     def request(self, prompt: list[int], **fields: Any) -> Request:
-        return Request(
-            key=RequestKey("router", "1", 1),
-            link=RouterLink("router"),
-            prompt_ids=prompt,
-            output_ids=[],
-            input_len=len(prompt),
-            choices=(0,),
-            sampling=SamplingParams(),
-            stops=StopConditions(max_tokens=4),
-            **fields,
-        )
+        key, stops = RequestKey("router", "1", 1), StopConditions(max_tokens=4)
+        return Request.of(submit(RouterLink("router"), key, prompt, stops, **fields))
 
     def must_wait(self, request: Request) -> bool:
         return self.waits.must_wait(request, request.reusable_len, [self.leader])

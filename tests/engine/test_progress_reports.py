@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.scheduler import progress_reports
-from kvrelay.engine.scheduler.commands import Watch
+from kvrelay.engine.scheduler.commands import FromRouter
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.progress_reports import MOST_REQUESTS, ProgressReports
 from kvrelay.wire.output import EngineOutputs
 from kvrelay.wire.request_progress import RequestPhase, RequestProgress
+from kvrelay.wire.submit import WatchRequests
 from tests.engine.simulation import Simulation
 from tests.engine.simulation.worker import SimWorker
 from tests.engine.test_scenarios import one_pair
@@ -25,7 +26,7 @@ class Watched:
         self.reports: list[tuple[RequestProgress, ...]] = []
         self._deliver = worker.link.deliver
         worker.link.deliver = self._keep  # type: ignore[method-assign]
-        worker.inbox.post(Watch(worker.link, on=True))
+        worker.inbox.post(FromRouter(worker.link, WatchRequests(on=True)))
 
     def _keep(self, message: EngineOutputs) -> None:
         if message.progress is not None:
@@ -92,7 +93,7 @@ def test_nobody_watches_any_more() -> None:
     simulation = one_pair(1)
     (prefill, decode) = watched(simulation)
     for worker in simulation.workers:
-        worker.inbox.post(Watch(worker.link, on=False))
+        worker.inbox.post(FromRouter(worker.link, WatchRequests(on=False)))
     simulation.submit(list(range(40)), 6)
     simulation.run()
     assert prefill.told == decode.told == []

@@ -14,9 +14,10 @@ from kvrelay.engine.scheduler.attempt_trace import (
     CHUNK,
     DECODE,
     GRANT,
-    HAND_OVER,
+    HANDED_OVER,
     PULL,
     QUEUE,
+    TAKEN_OVER,
     begin_trace,
 )
 from kvrelay.engine.scheduler.commands import Submit
@@ -88,19 +89,25 @@ def test_a_hand_over() -> None:
     assert Counter(span.name for span in prefill) == {
         "prefill worker": 1,
         QUEUE: 1,
-        ASK: 1,
+        ASK.name: 1,
         CHUNK: 3,
-        HAND_OVER: 1,
+        HANDED_OVER.name: 1,
     }
-    (ask,) = [span for span in prefill if span.name == ASK]
-    (announced,) = [span for span in prefill if span.name == HAND_OVER]
+    (ask,) = [span for span in prefill if span.name == ASK.name]
+    (announced,) = [span for span in prefill if span.name == HANDED_OVER.name]
     assert ask.end_ns <= announced.start_ns
     chunks = [span.attributes for span in prefill if span.name == CHUNK]
     assert [one["kvrelay.tokens"] for one in chunks] == [16, 16, 8]
     assert [one["kvrelay.context_tokens"] for one in chunks] == [0, 16, 32]
     names = Counter(span.name for span in decode)
     pulls = names.pop(PULL)
-    assert names == {"decode worker": 1, QUEUE: 1, GRANT: 1, HAND_OVER: 1, DECODE: 1}
+    assert names == {
+        "decode worker": 1,
+        QUEUE: 1,
+        GRANT.name: 1,
+        TAKEN_OVER.name: 1,
+        DECODE.name: 1,
+    }
     pages = sum(s.attributes["kvrelay.pages"] for s in decode if s.name == PULL)  # type: ignore[misc]
     assert pages == 10
     assert 1 <= pulls <= 3
@@ -118,7 +125,7 @@ def test_choices_are_one_attempt(aggregated: bool) -> None:
     simulation.assert_whole()
     (own,) = [s for s in simulation.of("a0" if aggregated else "d0") if " worker" in s.name]
     assert own.attributes["kvrelay.output_tokens"] == 18
-    assert sum(span.name == DECODE for span in simulation.spans) == 1
+    assert sum(span.name == DECODE.name for span in simulation.spans) == 1
 
 
 def test_a_failed_read_is_an_error() -> None:
@@ -130,7 +137,7 @@ def test_a_failed_read_is_an_error() -> None:
     simulation.settle_deaths()
     simulation.run()
     failed = {span.name for span in simulation.of("d0") if span.error is not None}
-    assert {PULL, HAND_OVER, "decode worker"} == failed
+    assert {PULL, TAKEN_OVER.name, "decode worker"} == failed
     errors = [span.error for span in simulation.of("d0") if span.name == "decode worker"]
     assert "injected" in str(errors)
 

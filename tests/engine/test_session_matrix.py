@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import pytest
 
-from kvrelay.engine.faults import FaultPhase
+from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.mem_cache.host.host_tier import HostTier
 from kvrelay.mem_cache.host.tier_copies import PageMoves
@@ -29,14 +29,15 @@ from tests.engine.simulation import SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.storage import MemoryStore, SharedPages
 from tests.engine.simulation.worker import PAGE_BYTES
+from tests.pairwise import share
 
 TIER_PHASES = (
-    FaultPhase.PREFETCHING,
-    FaultPhase.WRITING_BACK,
-    FaultPhase.STORING,
-    FaultPhase.FETCHING,
+    Phase.PREFETCHING,
+    Phase.WRITING_BACK,
+    Phase.STORING,
+    Phase.FETCHING,
 )
-STORAGE_PHASES = (FaultPhase.STORING, FaultPhase.FETCHING)
+STORAGE_PHASES = (Phase.STORING, Phase.FETCHING)
 TURNS = 4
 COPY_SECONDS = 0.001
 """Of a page: a tenth of what computing its tokens takes."""
@@ -65,9 +66,7 @@ class Mortal(Clockwork):
         nth: so often the phase is come to, by any worker of that role.
     """
 
-    def __init__(
-        self, phase: FaultPhase, by_prefill: bool, victim: Victim, nth: int, seed: int
-    ) -> None:
+    def __init__(self, phase: Phase, by_prefill: bool, victim: Victim, nth: int, seed: int) -> None:
         tiers, storage = phase in TIER_PHASES, phase in STORAGE_PHASES
         self.shared: SharedPages = {}
         super().__init__(
@@ -100,7 +99,7 @@ class Mortal(Clockwork):
         return MemoryStore(self.shared, lambda: worker.counting.host_kv)
 
     def _watch(self, worker: SimWorker) -> Callable[..., None]:
-        def reach(phase: FaultPhase, peer: str = "") -> None:
+        def reach(phase: Phase, peer: str = "") -> None:
             if phase is not self.phase or self.dead:
                 return
             self.left -= 1
@@ -180,26 +179,31 @@ def play(simulation: Mortal, local: bool, seed: int) -> list[Conversation]:
 
 
 CELLS = [
-    (FaultPhase.SAVING, False),
-    (FaultPhase.BORROWING, False),
-    (FaultPhase.BORROWING, True),
-    (FaultPhase.PREFETCHING, False),
-    (FaultPhase.PREFETCHING, True),
-    (FaultPhase.WRITING_BACK, False),
-    (FaultPhase.WRITING_BACK, True),
-    (FaultPhase.STORING, False),
-    (FaultPhase.STORING, True),
-    (FaultPhase.FETCHING, False),
-    (FaultPhase.FETCHING, True),
+    (Phase.SAVING, False),
+    (Phase.BORROWING, False),
+    (Phase.BORROWING, True),
+    (Phase.PREFETCHING, False),
+    (Phase.PREFETCHING, True),
+    (Phase.WRITING_BACK, False),
+    (Phase.WRITING_BACK, True),
+    (Phase.STORING, False),
+    (Phase.STORING, True),
+    (Phase.FETCHING, False),
+    (Phase.FETCHING, True),
 ]
+"""A phase, and whether a prefill worker comes to it."""
 
 
-@pytest.mark.parametrize(("phase", "by_prefill"), CELLS, ids=lambda value: f"{value}")
-@pytest.mark.parametrize("victim", [Victim.PREFILL, Victim.DECODE, Victim.ROUTER])
+@pytest.mark.parametrize(
+    ("cell", "victim"),
+    share(CELLS, [Victim.PREFILL, Victim.DECODE, Victim.ROUTER], one_in=3),
+    ids=lambda value: f"{value}",
+)
 @pytest.mark.parametrize("nth", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_death_costs_no_token_no_session_and_no_page(
-    phase: FaultPhase, by_prefill: bool, victim: Victim, nth: int
+    cell: tuple[Phase, bool], victim: Victim, nth: int
 ) -> None:
+    phase, by_prefill = cell
     seed = 1 if phase in STORAGE_PHASES else nth  # with others a decode worker seldom fetches
     survives(Mortal(phase, by_prefill, victim, nth, seed), by_prefill, seed)
 
@@ -212,7 +216,7 @@ class Failing(Mortal):
     """
 
     def __init__(
-        self, phase: FaultPhase, by_prefill: bool, victim: Victim, every: int, seed: int
+        self, phase: Phase, by_prefill: bool, victim: Victim, every: int, seed: int
     ) -> None:
         self.every, self.phase = every, phase
         self.tries, self.failed = 0, 0
@@ -221,18 +225,18 @@ class Failing(Mortal):
     def _set_clock(self, worker: SimWorker) -> None:
         super()._set_clock(worker)
         worker.copy_fails = lambda moves: self._fails(
-            FaultPhase.WRITING_BACK if moves.to_host else FaultPhase.PREFETCHING
+            Phase.WRITING_BACK if moves.to_host else Phase.PREFETCHING
         )
 
     def make_store(self, worker: SimWorker) -> MemoryStore:
         """See `Mortal`. Pages fail one by one."""
         store = super().make_store(worker)
         store.fails = lambda page, is_write: self._fails(
-            FaultPhase.STORING if is_write else FaultPhase.FETCHING
+            Phase.STORING if is_write else Phase.FETCHING
         )
         return store
 
-    def _fails(self, phase: FaultPhase) -> bool:
+    def _fails(self, phase: Phase) -> bool:
         if phase is not self.phase:
             return False
         self.tries += 1
@@ -242,15 +246,19 @@ class Failing(Mortal):
 
 
 @pytest.mark.parametrize(
-    ("phase", "by_prefill"),
-    [cell for cell in CELLS if cell[0] in TIER_PHASES],
+    ("cell", "victim"),
+    share(
+        [cell for cell in CELLS if cell[0] in TIER_PHASES],
+        [Victim.NOBODY, Victim.PREFILL, Victim.DECODE],
+        one_in=3,
+    ),
     ids=lambda value: f"{value}",
 )
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("victim", [Victim.NOBODY, Victim.PREFILL, Victim.DECODE])
 def test_copies_that_fail_cost_no_token_no_session_and_no_page(
-    phase: FaultPhase, by_prefill: bool, every: int, victim: Victim
+    cell: tuple[Phase, bool], victim: Victim, every: int
 ) -> None:
+    phase, by_prefill = cell
     simulation = Failing(phase, by_prefill, victim, every, seed=1)
     survives(simulation, by_prefill, seed=1)
     assert simulation.failed, "no copy has failed"
@@ -259,7 +267,7 @@ def test_copies_that_fail_cost_no_token_no_session_and_no_page(
 def survives(simulation: Mortal, by_prefill: bool, seed: int) -> None:
     """Conversations have their turns whatever happens, and nothing is left of them."""
     # What a prefill worker computes is not loaded by the decode worker that reads it.
-    local = simulation.phase in (FaultPhase.PREFETCHING, FaultPhase.FETCHING) and not by_prefill
+    local = simulation.phase in (Phase.PREFETCHING, Phase.FETCHING) and not by_prefill
     sessions = play(simulation, local, seed)
     assert simulation.dead, "nobody came to this"
     names = {worker.name[-1] for worker in simulation.workers}
@@ -292,19 +300,19 @@ def ends_of_copies_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("plant", "phase", "by_prefill", "victim", "nth"), [
     # In the last turn: before, their room is taken for others.
-    (sessions_outlive_their_router, FaultPhase.SAVING, False, Victim.ROUTER, 6 * TURNS),
-    (nobody_is_told_of_a_death, FaultPhase.BORROWING, True, Victim.DECODE, 1),
-    (ends_of_copies_are_lost, FaultPhase.WRITING_BACK, False, Victim.PREFILL, 1),
+    (sessions_outlive_their_router, Phase.SAVING, False, Victim.ROUTER, 6 * TURNS),
+    (nobody_is_told_of_a_death, Phase.BORROWING, True, Victim.DECODE, 1),
+    (ends_of_copies_are_lost, Phase.WRITING_BACK, False, Victim.PREFILL, 1),
 ], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
 def test_a_planted_fault_is_found(
     plant: Callable[[pytest.MonkeyPatch], None],
-    phase: FaultPhase,
+    phase: Phase,
     by_prefill: bool,
     victim: Victim,
     nth: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    test_a_death_costs_no_token_no_session_and_no_page(phase, by_prefill, victim, nth)
+    test_a_death_costs_no_token_no_session_and_no_page((phase, by_prefill), victim, nth)
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_a_death_costs_no_token_no_session_and_no_page(phase, by_prefill, victim, nth)
+        test_a_death_costs_no_token_no_session_and_no_page((phase, by_prefill), victim, nth)

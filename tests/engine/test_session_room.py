@@ -11,6 +11,7 @@ import pytest
 
 from kvrelay.mem_cache.host.host_copies import HostPrefix, Load
 from kvrelay.mem_cache.host.host_loads import HostLoads
+from kvrelay.wire.sampling_limits import MAX_CHOICES
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.session_cluster import (
@@ -150,12 +151,12 @@ def test_a_request_that_shares_a_running_ones_prefix_gets_the_room_of_sessions()
 @pytest.mark.parametrize("lacks", ["rows", "pages"])
 def test_choices_that_never_fit_end_no_session(lacks: str) -> None:
     few_rows = lacks == "rows"
-    simulation = cluster("aggregated", pages=200 if few_rows else 40, rows=8 if few_rows else 40)
+    simulation = cluster("aggregated", pages=200 if few_rows else 28, rows=8 if few_rows else 40)
     worker = simulation.decodes[0]
     sessions = [Conversation(simulation, str(name)) for name in range(4)]
     for index, session in enumerate(sessions):
         talk(session, random.Random(50 + index).choices(range(97), k=8), 4)
-    number = 12 if few_rows else 30
+    number = 12 if few_rows else MAX_CHOICES
     fork, forks = worker.context.fork, []
 
     def recorded(request: Any, others: Any) -> bool:
@@ -240,9 +241,10 @@ def test_a_load_in_the_room_of_a_session_is_waited_for_as_long_as_it_is(
     [request] = worker.context.requests.values()
     (refused, nothing), (tokens, _) = begun[0], begun[-1]
     assert nothing is None
-    assert request.tier_load is not None
+    load = worker.scheduler._loads.wait_of(request).load
+    assert load is not None
     assert tokens < refused
-    assert request.tier_load.until - worker.kv_cache.clock() == tokens
+    assert load.until - worker.kv_cache.clock() == tokens
     simulation.run()
     assert again.output == reference(prompt, 4)
     finish(simulation, *sessions)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.config import Speculation
-from kvrelay.engine.scheduler.commands import ForgetSession
+from kvrelay.engine.scheduler.commands import FromRouter
 from kvrelay.mem_cache.leases.lease import Lease
+from kvrelay.wire.submit import ForgetSessionRequest
 from tests.engine.conversations import Conversation, talk
 from tests.engine.session_cluster import (
     FIRST,
@@ -168,7 +169,7 @@ def test_scenario_20_a_session_closed_while_its_turn_decodes_is_released_once_af
     talk(session, FIRST, 7, place=at)
     turn = session.say(SECOND, 12, place=at)
     step_until(simulation, lambda: generating(turn))
-    worker.inbox.post(ForgetSession(worker.link, "s"))
+    worker.inbox.post(FromRouter(worker.link, ForgetSessionRequest("s")))
     worker.turn()
     assert generating(turn), "it goes on"
     if ends_by == "abort":

@@ -13,8 +13,9 @@ import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.config import Speculation
-from kvrelay.engine.scheduler.commands import Cancel, ForgetSession
+from kvrelay.engine.scheduler.commands import FromRouter
 from kvrelay.wire.output import EndReason
+from kvrelay.wire.submit import CancelRequest, ForgetSessionRequest
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.session_cluster import (
     FIRST,
@@ -205,8 +206,8 @@ def test_a_cancel_of_no_request_changes_no_session() -> None:
     simulation = cluster("aggregated")
     session, worker = Conversation(simulation, "s"), simulation.decodes[0]
     turn = talk(session, FIRST, 7)
-    worker.inbox.post(Cancel(turn.key))
-    worker.inbox.post(ForgetSession(worker.link, "another"))
+    worker.inbox.post(CancelRequest(turn.key))
+    worker.inbox.post(FromRouter(worker.link, ForgetSessionRequest("another")))
     worker.turn()
     assert rows(worker).session == 1
     finish(simulation, session)

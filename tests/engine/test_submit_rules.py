@@ -87,17 +87,17 @@ def test_bad_submission_names_its_field(field, role, changes):
 
 
 def test_a_decode_worker_computes_what_names_no_prefill_worker():
-    assert submitted(message(), WorkerRole.DECODE).prefill is None
-    assert submitted(message(prefill=PEER), WorkerRole.DECODE).prefill is not None
+    assert submitted(message(), WorkerRole.DECODE).submission.prefill is None
+    assert submitted(message(prefill=PEER), WorkerRole.DECODE).submission.prefill is not None
 
 
 def test_end_of_sequence_stops_unless_ignored():
     submit = submitted(message(params={"stop_token_ids": [7]}), WorkerRole.PREFILL)
-    assert submit.stops.stop_token_ids == {2, 7}
+    assert submit.submission.sampling_params.stops.stop_token_ids == {2, 7}
     ignoring = message(params={"stop_token_ids": [7], "ignore_eos": True}, prefill=PEER)
     submit = submitted(ignoring, WorkerRole.DECODE)
-    assert submit.stops.stop_token_ids == {7}
-    assert known(submit.prefill).incarnation == "p"
+    assert submit.submission.sampling_params.stops.stop_token_ids == {7}
+    assert known(submit.submission.prefill).incarnation == "p"
 
 
 def test_what_was_emitted_before_is_output():
@@ -105,7 +105,7 @@ def test_what_was_emitted_before_is_output():
     submit = submitted(resumed, WorkerRole.PREFILL)
     request = Request.of(submit)
     assert (request.prompt_ids, request.output_ids, request.input_len) == ((1,), [2, 3], 3)
-    assert (submit.key.choice, submit.choices) == (2, (2,))
+    assert (submit.key.choice, submit.submission.choices) == (2, (2,))
     assert submit.arrived <= time.monotonic() - 5
 
 

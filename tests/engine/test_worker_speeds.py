@@ -14,7 +14,7 @@ from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 from kvrelay.wire.submit import RequestKey, StopConditions
 from tests.engine.simulation import Simulation, SimWorker
-from tests.engine.simulation.model import GREEDY
+from tests.engine.submissions import submit
 
 TRUTH = StepSpeeds(
     seconds_per_step=0.004,
@@ -138,8 +138,8 @@ def test_what_is_expected_to_be_cached_takes_room_and_no_work(aggregated: bool):
     simulation = Simulation(0, page_size=4, pages=64, rows=8, chunk=16, aggregated=aggregated)
     worker, key = simulation.decodes[0], RequestKey("router", "a", 1, 0)
     stops = StopConditions(max_tokens=4)
-    submit = Submit(RouterLink("router"), key, tuple(range(50)), 50, GREEDY, stops)
-    worker.scheduler.submit(replace(submit, cached_tokens=40))
+    link = RouterLink("router")
+    worker.scheduler.submit(submit(link, key, range(50), stops, cached_tokens=40))
     load = worker.scheduler.load()
     assert (load.waiting_tokens, load.prompts_by_size) == (50, (0, 0, 0, 10))
 
@@ -150,7 +150,8 @@ class Expecting(Simulation):
     expected_tokens = 40
 
     def send(self, worker: SimWorker, command: Submit) -> None:
-        super().send(worker, replace(command, cached_tokens=self.expected_tokens))
+        expecting = replace(command.submission, cached_tokens=self.expected_tokens)
+        super().send(worker, replace(command, submission=expecting))
 
 
 @pytest.mark.parametrize(

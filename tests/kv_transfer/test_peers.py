@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrelay.kv_transfer import endpoints, peers, second_tries
+from kvrelay.kv_transfer import endpoints, peers
 from kvrelay.kv_transfer.agent import TransferAgent
 from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.endpoints import Endpoints
@@ -208,7 +208,7 @@ def hold_at_first(endpoint: NixlEndpoint, tries: int, held: list[Any]) -> None:
 def test_an_agent_that_cannot_be_destroyed_at_once_is_destroyed_later(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch, pool: KVPool, reason: str
 ) -> None:
-    monkeypatch.setattr(second_tries, "TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(peers, "TRY_AGAIN_S", 0.0)
     peer = Peer()
     agent.add_peer(peer.description)
     broken = fail_a_read(agent, peer, monkeypatch)
@@ -234,7 +234,7 @@ def test_a_death_waits_until_the_agent_that_read_is_destroyed(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often that fails."""
-    monkeypatch.setattr(second_tries, "TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(peers, "TRY_AGAIN_S", 0.0)
     peer, other = Peer(), Peer()
     for one in (peer, other):
         agent.add_peer(one.description)
@@ -266,7 +266,7 @@ def test_a_death_waits_until_the_agent_that_read_is_destroyed(
 def test_a_dead_peer_that_nixl_cannot_forget_is_forgotten_later(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(second_tries, "TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr(peers, "TRY_AGAIN_S", 0.0)
     peer, other = Peer(), Peer()
     for one in (peer, other):
         agent.add_peer(one.description)

@@ -20,9 +20,14 @@ from kvrelay.model_runner.batch import ForwardBatch, PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
 from kvrelay.model_runner.errors import UnsupportedOptionError
-from kvrelay.model_runner.graphs import padding
-from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs, StaticStep
-from kvrelay.model_runner.graphs.padding import empty_batch, is_decode, pad_batch
+from kvrelay.model_runner.graphs import decode_graphs
+from kvrelay.model_runner.graphs.decode_graphs import (
+    DecodeGraphs,
+    StaticStep,
+    empty_batch,
+    is_decode,
+    pad_batch,
+)
 from kvrelay.model_runner.layers.decoder import StepInputs
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.sampler import SamplingRow
@@ -30,7 +35,7 @@ from kvrelay.wire.submit import SamplingParams
 from tests.model_runner import graph_double
 from tests.model_runner.graph_double import Recording
 from tests.model_runner.sequences import Sequences
-from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
+from tests.model_runner.test_decoder import EXPERTS, OFTEN, assert_close
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
 
@@ -147,7 +152,7 @@ def changed_pages(pool: KVPool, old: torch.Tensor) -> set[int]:
     return set(differs.any(1).nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OFTEN)
 def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> None:
     running, captures = make_running(models, name)
     before = clear_dummy_pages(running)
@@ -212,7 +217,7 @@ def no_inputs(self: StepInputs, batch: ForwardBatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (padding, "_pad_table", first_page),
+        (decode_graphs, "_pad_table", first_page),
         (StepInputs, "fill", no_inputs),
         (StaticNewTokens, "fill", lambda *_: None),
     ],
@@ -239,8 +244,8 @@ def test_padding_on_a_page_that_nobody_has_yet_is_found(
     running, _ = make_running(models, "llama")
     free = set(range(running.pools[0].total_pages - 1)) - set(running.page_tables[0].ravel())
     before = clear_dummy_pages(running)
-    pad = padding._pad_table
-    monkeypatch.setattr(padding, "_pad_table", lambda table, n, _: pad(table, n, min(free)))
+    pad = decode_graphs._pad_table
+    monkeypatch.setattr(decode_graphs, "_pad_table", lambda table, n, _: pad(table, n, min(free)))
     check_logits(run(running, tokens), models, "llama", tokens)
     with pytest.raises(AssertionError):
         check_pages(running, before)

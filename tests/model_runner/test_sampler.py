@@ -313,7 +313,7 @@ def test_no_rows() -> None:
     ],
 )
 def test_params_out_of_range_are_named(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{field} "):
+    with pytest.raises(ValueError, match=f"^{field}: "):
         SamplingParams(**{field: value})
 
 

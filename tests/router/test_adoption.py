@@ -165,7 +165,7 @@ async def test_a_turn_is_hashed_once_and_a_list_hashes_nothing(
         hashed.append(len(token_ids))
         return history_digest(token_ids)
 
-    for place in ("sessions", "output_stream"):
+    for place in ("sessions", "requests.output_stream"):
         monkeypatch.setattr(f"kvrelay.router.{place}.history_digest", counted)
     await opened(pairs)
     await said(pairs, 1, 2, 3)

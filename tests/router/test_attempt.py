@@ -65,7 +65,7 @@ class Tried:
         validator = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key"))
         request = validator.validate(message, RequestLimits(402, 512, 512, 512))
         links: Any = (self.decode, self.prefill)
-        self.attempt = Attempt(Submission(request, 7, range(3), 0.0), Placement(*links))
+        self.attempt = Attempt(Submission.of(request, 7, range(3), 0.0), Placement(*links))
         for side, report in PATHS[phase]:
             assert self.report(side, report) is None
         self.prefill.asked_to_end.clear()

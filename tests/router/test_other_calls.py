@@ -53,7 +53,7 @@ async def test_model_info(cluster: Cluster) -> None:
 async def test_tokenize_and_back(
     cluster: Cluster, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in ("incoming", "texts"):
+    for user in ("doors.incoming_messages", "admission.served_tokenizer"):
         monkeypatch.setattr(f"kvrelay.router.{user}.MAX_TEXT_TOKENS", 512)
     ids = (await cluster.stub.Tokenize(pb.TokenizeRequest(text="日本 😀"))).input_ids
     assert ids == tokenizer.encode("日本 😀").ids

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvrelay.router.admission.sampling_params import check_sampling_params
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.validation import Validator
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire import sampling_limits
 
 LIMITS = RequestLimits(
     vocab_size=100, max_model_len=64, prefill_pool_tokens=80, decode_pool_tokens=80
@@ -69,6 +71,19 @@ def test_a_bad_sampling_value_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidField, match=f"^{field}: ") as caught:
         validate(message(**{field: value}))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "field", [name for name, row in sampling_limits.LIMITS.items() if row.kind is not bool]
+)
+def test_the_bounds_that_a_message_names_are_legal(field: str) -> None:
+    """As a client sends them, in 32 bits."""
+    limits = sampling_limits.LIMITS[field]
+    ends = [limits.least] * (not limits.above_least) + [limits.most] * math.isfinite(limits.most)
+    for end in ends:
+        params = pb.SamplingParams()
+        setattr(params, field, limits.kind(end))
+        check_sampling_params(params, 100)
 
 
 BAD_ENVELOPES: list[tuple[str, pb.GenerateRequest]] = [

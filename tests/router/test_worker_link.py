@@ -68,7 +68,7 @@ def submission(
     request = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key")).validate(
         message, RequestLimits(402, 512, 512, 512)
     )
-    return Submission(request, attempt, range(1), 0.0)
+    return Submission.of(request, attempt, range(1), 0.0)
 
 
 def link_to(

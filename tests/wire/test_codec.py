@@ -25,6 +25,7 @@ from kvrelay.wire.output import (
     SampledToken,
     TokenLogprob,
 )
+from kvrelay.wire.sampling_limits import LIMITS
 from kvrelay.wire.submit import (
     AttachRequest,
     CancelRequest,
@@ -88,7 +89,15 @@ def filled(hint: Any, numbers: Iterator[int], hints: Mapping[str, Any]) -> Any:
         if issubclass(hint, tuple)
         else [field.name for field in dataclasses.fields(hint)]
     )
-    return hint(**{name: filled(of[name], numbers, {}) for name in names})
+    return hint(**{name: legal(name, filled(of[name], numbers, {})) for name in names})
+
+
+def legal(name: str, value: Any) -> Any:
+    """The value, or a legal one where the field of this name has limits."""
+    limits = LIMITS.get(name)
+    if limits is None or not isinstance(value, limits.kind) or value in limits:
+        return value
+    return limits.kind(limits.most - value % 7)
 
 
 def unset(message: Any, where: str) -> Iterator[str]:
@@ -164,7 +173,7 @@ def test_a_parameter_that_is_not_set_is_read_as_the_default_and_zero_is_set():
 def test_a_command_that_breaks_a_rule_of_its_dataclass_is_refused():
     message = worker_pb2.AttachRequest()
     message.submit.sampling_params.top_p = 2
-    with pytest.raises(ValueError, match=r"^top_p must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"^top_p: must be in \(0, 1\]"):
         messages.ATTACH_REQUEST.from_message(message)
 
 

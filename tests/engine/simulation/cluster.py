@@ -12,7 +12,7 @@ from typing import Any
 from kvrelay.decode_worker.hand_over_stream import HandOverStream as DecodeStream
 from kvrelay.decode_worker.hand_over_stream import PeerMessage, PeerProbed, StreamLost
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.scheduler.commands import Attach, Cancel, Detach, PeerDied, Submit
+from kvrelay.engine.scheduler.commands import Attach, Detach, PeerDied, Submit
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.kv_transfer.pull import Pull, PullState
 from kvrelay.mem_cache.storage.storage_pages import PageStore
@@ -25,7 +25,7 @@ from kvrelay.prefill_worker.request import (
     StreamOpened,
 )
 from kvrelay.wire.load import PeerTransport
-from kvrelay.wire.submit import RequestKey
+from kvrelay.wire.submit import CancelRequest, RequestKey
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation.model import FULL, Windows
 from tests.engine.simulation.router import SimRequest, SimRouter
@@ -118,7 +118,7 @@ class Simulation(SimRouter):
 
     def cancel(self, request: SimRequest, worker: SimWorker) -> None:
         self._disturb(request.key)
-        worker.inbox.post(Cancel(request.key))
+        worker.inbox.post(CancelRequest(request.key))
 
     def break_stream(self) -> None:
         """A hand-over stream is lost under both sides."""
@@ -276,6 +276,7 @@ class Simulation(SimRouter):
                 counts = worker.tier.pages.counts()
                 assert counts.free + counts.cached_evictable == counts.total, worker.name
             assert not worker.context.requests, worker.name
+            assert not waits_kept(worker), worker.name
             assert worker.agent.serving == 0, worker.name
 
     def _open(self, worker: SimWorker) -> None:
@@ -332,3 +333,14 @@ class Simulation(SimRouter):
         pull.state = PullState.DONE
         pull.settle()
         on_end(pull)
+
+
+def waits_kept(worker: SimWorker) -> list[Any]:
+    """What is kept of requests that wait."""
+    scheduler = worker.scheduler
+    keeper = getattr(scheduler, "_queue", None) or getattr(scheduler, "_grants", scheduler)
+    return [
+        *keeper._waits._waits,
+        *keeper._loads._waits,
+        *keeper._admission._misfits,
+    ]

@@ -9,13 +9,16 @@ from typing import Any
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.router.callers import ANYBODY
 from kvrelay.router.generation import GenerationRequest, Submission
+from kvrelay.router.placement.choose import PlacementRules, Placer
+from kvrelay.router.placement.chosen import Chosen
 from kvrelay.router.placement.demand import Demand
+from kvrelay.router.placement.estimate import ExpectedPrompts
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
-from kvrelay.router.placement.pairing import Placer, WorkerPair
+from kvrelay.router.placement.ready_workers import ReadyWorkers
 from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
 from kvrelay.wire.output import EngineOutputs, RequestOutput
-from kvrelay.wire.submit import GenerationParams, SubmitRequest
+from kvrelay.wire.submit import SubmitRequest
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.worker import SimWorker
@@ -32,7 +35,10 @@ class PlacedClockwork(Clockwork):
     def __init__(self, *args: Any, prefix_entries: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self.prefixes = KnownPrefixes(prefix_entries)
-        self.placer = Placer(self.prefixes)
+        self.ready = ReadyWorkers(
+            self.prefixes, lambda one: self.links[self.by_name[one]].prompt_queue
+        )
+        self.placer = Placer(self.ready, PlacementRules())
         self.links = {worker: self._link(worker) for worker in self.workers}
         self.expected_hits = dict.fromkeys(WorkerRole, 0)
         """Tokens."""
@@ -56,8 +62,11 @@ class PlacedClockwork(Clockwork):
             on_expected_hit=self._count_hit,
         )
 
+    def _queue_of(self, incarnation: str) -> ExpectedPrompts:
+        return self.links[self.by_name[incarnation]].prompt_queue
+
     def _rank(self, link: WorkerLink) -> None:
-        self.placer.put(link.endpoint.role, link.candidate)
+        self.ready.put(link.endpoint.role, link.candidate)
 
     def _count_hit(self, role: WorkerRole, tokens: int) -> None:
         self.expected_hits[role] += tokens
@@ -68,7 +77,7 @@ class PlacedClockwork(Clockwork):
         marks = self.prefixes.marks_of(input_ids, "")
         total = len(input_ids) + max_tokens
         pair = self.placer.choose(Demand(len(input_ids), total, marks=marks))
-        assert isinstance(pair, WorkerPair), pair
+        assert isinstance(pair, Chosen), pair
         decode = self.by_name[pair.decode.worker]
         return decode if pair.prefill is None else self.by_name[pair.prefill.worker], decode
 
@@ -79,25 +88,23 @@ class PlacedClockwork(Clockwork):
         assert message is not None
         submit = ATTACH_REQUEST.from_message(message).command
         assert isinstance(submit, SubmitRequest)
-        super().send(worker, replace(command, cached_tokens=submit.cached_tokens))
+        expecting = replace(command.submission, cached_tokens=submit.cached_tokens)
+        super().send(worker, replace(command, submission=expecting))
 
     def _peer_of(self, command: Submit) -> WorkerInfo | None:
-        if command.prefill is None:
-            return None
-        return self.links[self.by_name[command.prefill.incarnation]].endpoint
+        prefill = command.submission.prefill
+        return None if prefill is None else self.links[self.by_name[prefill.incarnation]].endpoint
 
     def _submission(self, command: Submit) -> Submission:
+        submission = command.submission
         request = GenerationRequest(
-            request_id=command.key.request_id,
+            submission,
             fingerprint=b"",
-            input_ids=command.input_ids,
-            params=GenerationParams(command.sampling, command.stops),
-            priority=0,
+            input_ids=submission.input_ids,
             caller=ANYBODY,
-            namespace="",
-            marks=self.prefixes.marks_of(command.input_ids, ""),
+            marks=self.prefixes.marks_of(submission.input_ids, ""),
         )
-        return Submission(request, command.key.attempt, range(1), 0.0)
+        return Submission.of(request, command.key.attempt, range(1), 0.0)
 
     def take_step(self, worker: SimWorker, step: EngineOutputs) -> None:
         self.links[worker]._receive(ENGINE_OUTPUTS.to_message(step.packed()))

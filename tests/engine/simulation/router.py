@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvrelay.engine.scheduler.commands import Cancel, Submit
+from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.wire.output import (
     EndReason,
     EngineOutputs,
@@ -16,10 +16,17 @@ from kvrelay.wire.output import (
     RequestOutput,
     SampledToken,
 )
-from kvrelay.wire.submit import KeptSession, RequestKey, SamplingParams, StopConditions
+from kvrelay.wire.submit import (
+    CancelRequest,
+    KeptSession,
+    RequestKey,
+    SamplingParams,
+    StopConditions,
+)
 from kvrelay.wire.worker_info import WorkerAddress, WorkerRole
 from tests.engine.simulation.model import GREEDY
 from tests.engine.simulation.worker import SimWorker
+from tests.engine.submissions import submit
 
 
 @dataclass(eq=False)
@@ -153,25 +160,29 @@ class SimRouter:
             one.ends = {}
             self.requests[one.key] = one
         request = choices[0]
-        command = Submit(
+        command = submit(
             request.prefill.link,
             request.key,
-            (*request.prompt, *request.output),
-            len(request.prompt),
-            request.sampling,
+            request.prompt,
             request.stops,
-            choices=tuple(one.key.choice for one in choices),
+            request.sampling,
+            emitted=request.output,
+            n=len(choices),
             prompt_logprobs=request.wanted_prompt_logprobs,
             priority=request.priority,
             arrived=request.arrived,
             alone=request.alone,
         )
+        in_session = replace(command.submission, session=request.session)
         if request.decode is not request.prefill:
             peer = WorkerAddress("", request.prefill.name)
-            to_decode = replace(command, link=request.decode.link, prefill=peer)
-            self.send(request.decode, replace(to_decode, session=request.session))
+            to_decode = replace(in_session, prefill=peer)
+            self.send(
+                request.decode,
+                replace(command, link=request.decode.link, submission=to_decode),
+            )
         else:
-            command = replace(command, session=request.session)
+            command = replace(command, submission=in_session)
         self.send(request.prefill, command)
 
     def send(self, worker: SimWorker, command: Submit) -> None:
@@ -180,7 +191,7 @@ class SimRouter:
 
     def _lose(self, worker: SimWorker, command: Submit) -> None:
         """Move the requests of a submission that was on its way to a worker that has left."""
-        for choice in command.choices:
+        for choice in command.submission.choices:
             request = self.requests[command.key.of_choice(choice)]
             if request.key == command.key.of_choice(choice):
                 self._move(request, worker)
@@ -267,4 +278,4 @@ class SimRouter:
         """One of a request's two workers has ended its part: cancel it on the other one."""
         other = request.decode if worker is request.prefill else request.prefill
         if other.name not in request.ends:
-            other.inbox.post(Cancel(request.key))
+            other.inbox.post(CancelRequest(request.key))
