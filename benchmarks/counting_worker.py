@@ -89,7 +89,7 @@ class CountingWorker:
         """Listen no longer."""
         await self._server.stop(None)
 
-    def drain(self) -> None:
+    def begin_drain(self) -> None:
         """Wait for the requests that are here; the router sends no others."""
         self._drains.set()
 

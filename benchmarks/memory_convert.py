@@ -17,7 +17,7 @@ import click
 import numpy as np
 import torch
 
-from kvrelay.deploy.load_generator.load_options import SLOTS
+from kvrelay.deploy.options.option_types import INTS
 from kvrelay.mem_cache.convert import CopyPlan
 from kvrelay.mem_cache.geometry import Int64Array, KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
@@ -178,7 +178,7 @@ def _interleaved_seconds(
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--piece-kib", type=SLOTS, default="4,16,64", help="Sizes of a page in one layer.")
+@click.option("--piece-kib", type=INTS, default="4,16,64", help="Sizes of a page in one layer.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=9, help="Of each copy.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of torch.  [default: torch's own]")
 @click.option("--source", default="cpu", help="Device of the pool that is read.")

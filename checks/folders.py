@@ -18,10 +18,15 @@ FAMILIES = ("deploy/commands", "text/output_parsers", "cpu_kernels")
 
 _ENTRY = "the entry of a role, loaded by its name"
 EXCEPTIONS = {
+    "engine/scheduler/build_step.py": "its importer would have over 500 lines",
     "prefill_worker/worker.py": _ENTRY,
     "decode_worker/worker.py": _ENTRY,
     "aggregated_worker/worker.py": _ENTRY,
     "model_runner/attention/flashinfer_buffers.py": "its importer would have over 500 lines",
+    "model_runner/layers/elementwise_choice.py": "a choice beside all that it chooses among",
+    "model_runner/layers/rotary_embedding.py": "a layer, as its neighbours are",
+    "model_runner/checkpoint/kv_scales.py": "a kind of tensors, as its neighbours read others",
+    "deploy/cli.py": "the program's entry, which the package's metadata and its commands name",
 }
 """Short files with one importer that stay, each with its reason."""
 
@@ -37,8 +42,10 @@ def check(sources: list[Source]) -> Iterator[str]:
         (users, *others) = [*sorted(importers[path]), ""]
         if users and not any(others):
             yield f"{path}: under {MIN_LINES} lines, imported by {users} alone: move it in there"
+    folders = {source.folder for source in sources}
     for path in sorted(EXCEPTIONS.keys() - small):
-        yield f"{path}: it is no small file of today: take it off the exceptions"
+        if path.rpartition("/")[0] in folders:
+            yield f"{path}: it is no small file of today: take it off the exceptions"
 
 
 def is_small(source: Source) -> bool:

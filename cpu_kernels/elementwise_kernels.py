@@ -3,6 +3,10 @@
 Rows are bfloat16 bits (uint16), one after the other; sums are in float32. Threads of the team take
 rows in turn. Kernels are given addresses. To make an array of a tensor, and to take it apart again,
 costs more than most kernels take for one row.
+
+A loop that writes is compiled twice, for arrays far apart and for such as may overlap, and which
+one runs depends on addresses. Its operations are `exact`: both give the same bits. A loop that only
+reads is compiled once, and may be reordered.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import numpy as np
 from kvrelay.cpu_kernels.arrays import Array
 from kvrelay.cpu_kernels.jit import (
     array_at,
+    exact,
     exp_of_negative,
     inlined,
     kernel,
@@ -61,13 +66,19 @@ def rms_norm_rows(counter: Array, x: Array, weight: Array, eps: Any, out: Array)
 
 
 @inlined
-def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
-    """Compute one row of `rms_norm`."""
+def sum_squares(x: Array) -> Any:
+    """Add up a row's squares, in an order that depends on its length alone."""
     squares = np.float32(0)
     for i in range(len(x)):
         value = widen(x[i])
         squares += value * value
-    scale = np.float32(1.0) / np.sqrt(squares / np.float32(len(x)) + eps)
+    return squares
+
+
+@exact
+def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
+    """One row of `rms_norm`."""
+    scale = np.float32(1.0) / np.sqrt(sum_squares(x) / np.float32(len(x)) + eps)
     for i in range(len(x)):
         store(out, i, widen(x[i]) * scale * widen(weight[i]))
 
@@ -99,7 +110,7 @@ def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array
         begin = take(counter, TAKEN_ROWS)
 
 
-@inlined
+@exact
 def rotate_head(head: Array, cos: Array, sin: Array) -> None:
     """Rotate one ``head [D]``."""
     half = len(cos)
@@ -110,7 +121,7 @@ def rotate_head(head: Array, cos: Array, sin: Array) -> None:
         store(second, i, b * cos[i] + a * sin[i])
 
 
-@inlined
+@exact
 def times_sigmoid(factor: Any, x: Any) -> Any:
     """``factor * sigmoid(x)``"""
     decay = exp_of_negative(-abs(x))
@@ -137,7 +148,7 @@ def silu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
         begin = take(counter, TAKEN_ROWS)
 
 
-@inlined
+@exact
 def silu_mul_row(gates: Array, ups: Array, products: Array) -> None:
     """Compute one row of `silu_mul`."""
     for i in range(len(products)):
@@ -164,7 +175,7 @@ def gelu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
         begin = take(counter, TAKEN_ROWS)
 
 
-@inlined
+@exact
 def gelu_mul_row(gates: Array, ups: Array, products: Array) -> None:
     """Compute one row of `gelu_mul`.
 

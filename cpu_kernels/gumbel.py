@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvrelay.cpu_kernels.arrays import Array
-from kvrelay.cpu_kernels.jit import exact, kernel
+from kvrelay.cpu_kernels.jit import add_scaled_float, exact, kernel
 
 _BLOCKS = 16
 WORDS_MULTIPLE = 4 * _BLOCKS
@@ -71,20 +71,17 @@ def _log(x: Any) -> Any:
     mantissa = np.uint32(bits - np.uint32(np.uint32(exponent) << np.uint32(23))).view(np.float32)
     f = mantissa - np.float32(1.0)
     p = np.float32(7.0376836292e-2)
-    p = p * f + np.float32(-1.1514610310e-1)
-    p = p * f + np.float32(1.1676998740e-1)
-    p = p * f + np.float32(-1.2420140846e-1)
-    p = p * f + np.float32(1.4249322787e-1)
-    p = p * f + np.float32(-1.6668057665e-1)
-    p = p * f + np.float32(2.0000714765e-1)
-    p = p * f + np.float32(-2.4999993993e-1)
-    p = p * f + np.float32(3.3333331174e-1)
+    p = add_scaled_float(p, f, np.float32(-1.1514610310e-1))
+    p = add_scaled_float(p, f, np.float32(1.1676998740e-1))
+    p = add_scaled_float(p, f, np.float32(-1.2420140846e-1))
+    p = add_scaled_float(p, f, np.float32(1.4249322787e-1))
+    p = add_scaled_float(p, f, np.float32(-1.6668057665e-1))
+    p = add_scaled_float(p, f, np.float32(2.0000714765e-1))
+    p = add_scaled_float(p, f, np.float32(-2.4999993993e-1))
+    p = add_scaled_float(p, f, np.float32(3.3333331174e-1))
     square = f * f
-    return (
-        f
-        + (f * square * p - np.float32(0.5) * square)
-        + np.float32(exponent) * np.float32(0.693147181)
-    )
+    rest = add_scaled_float(f * square, p, np.float32(-0.5) * square)
+    return add_scaled_float(np.float32(exponent), np.float32(0.693147181), f + rest)
 
 
 @exact
@@ -95,10 +92,18 @@ def _gumbel(word: Any) -> Any:
     ``-log(1 - v)`` is computed by its series there.
     """
     v = (np.float32(word) + np.float32(0.5)) * np.float32(2.0**-32)
-    exponential = v * (np.float32(1.0) + v * (np.float32(0.5) + v * np.float32(0.33333334)))
+    series = add_scaled_float(v, np.float32(0.33333334), np.float32(0.5))
+    exponential = v * add_scaled_float(v, series, np.float32(1.0))
     if v >= np.float32(0.01):
         exponential = -_log(max(np.float32(1.0) - v, np.float32(2.0**-25)))
     return -_log(exponential)
+
+
+@exact
+def _add_noise(logits: Array, largest: Any, temperature: Any, words: Array, out: Array) -> None:
+    """`add_noise`: the same bits wherever its arrays lie, near each other or not."""
+    for i in range(len(logits)):
+        out[i] = (logits[i] - largest) / temperature + _gumbel(words[i])
 
 
 @kernel
@@ -107,5 +112,4 @@ def add_noise(logits: Array, largest: Any, temperature: Any, words: Array, out: 
 
     Arrays are ``[n]``; `largest` only keeps the numbers small. A logit of -inf stays so.
     """
-    for i in range(len(logits)):
-        out[i] = (logits[i] - largest) / temperature + _gumbel(words[i])
+    _add_noise(logits, largest, temperature, words, out)

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba.extending import intrinsic, overload
 
 from kvrelay.cpu_kernels.kernel_cache import is_kernel_source, kernel_cache
-from kvrelay.cpu_kernels.lanes import ask_for_line
+from kvrelay.cpu_kernels.lanes import add_scaled, ask_for_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,8 +47,9 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile like `inlined`, but with floating point operations in the written order."""
-    return _compile(function, forceinline=True)
+    """Like `inlined`, with floating point operations in the order they are written."""
+    # False must be said: else a function has the options of the kernel that it is compiled for.
+    return _compile(function, fastmath=False, forceinline=True)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -140,6 +141,16 @@ def round_to_bfloat16(value: Any) -> Any:
     return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def add_scaled_float(_typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """``x * y + z`` of float32, rounded once, also in `exact` functions."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return add_scaled(builder, *args)
+
+    return numba.float32(numba.float32, numba.float32, numba.float32), generate
+
+
 @exact
 def exp_of_negative(x: Any) -> Any:
     """``exp(x)`` of a float32 ``x <= 0`` to about 1e-7, 0 below -87; NaN stays NaN.
@@ -148,16 +159,16 @@ def exp_of_negative(x: Any) -> Any:
     `expf`, a loop of it is vectorized.
     """
     n = np.int32(max(x, np.float32(-87.0)) * np.float32(1.44269504) - np.float32(0.5))
-    r = x - np.float32(n) * np.float32(0.693359375)
-    r = r - np.float32(n) * np.float32(-2.12194440e-4)
+    r = add_scaled_float(np.float32(n), np.float32(-0.693359375), x)
+    r = add_scaled_float(np.float32(n), np.float32(2.12194440e-4), r)
     p = np.float32(1 / 5040)
-    p = p * r + np.float32(1 / 720)
-    p = p * r + np.float32(1 / 120)
-    p = p * r + np.float32(1 / 24)
-    p = p * r + np.float32(1 / 6)
-    p = p * r + np.float32(0.5)
-    p = p * r + np.float32(1.0)
-    p = p * r + np.float32(1.0)
+    p = add_scaled_float(p, r, np.float32(1 / 720))
+    p = add_scaled_float(p, r, np.float32(1 / 120))
+    p = add_scaled_float(p, r, np.float32(1 / 24))
+    p = add_scaled_float(p, r, np.float32(1 / 6))
+    p = add_scaled_float(p, r, np.float32(0.5))
+    p = add_scaled_float(p, r, np.float32(1.0))
+    p = add_scaled_float(p, r, np.float32(1.0))
     power = p * np.uint32((n + np.int32(127)) << np.int32(23)).view(np.float32)
     return np.float32(0.0) if x < np.float32(-87.0) else power
 

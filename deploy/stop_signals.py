@@ -6,9 +6,13 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
+
+from kvrelay.deploy.start_progress import StartProgress
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -44,6 +48,25 @@ class StopSignals:
         """Let the first signal call `stop`, in the main thread, from now on."""
         self._stop = stop
 
+    @contextmanager
+    def cancelling_this_task(self) -> Iterator[None]:
+        """Open a context in which the first signal cancels the task that opens it.
+
+        Afterwards the first signal only sets `received`: the event loop is about to end.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self.deliver_to_loop(task.cancel)
+        try:
+            yield
+        finally:
+            self.stopping()
+
+    def deliver_to_loop(self, stop: Callable[[], object]) -> None:
+        """Let the first signal call `stop` on the running event loop, from now on."""
+        loop = asyncio.get_running_loop()
+        self.deliver_to(lambda: loop.call_soon_threadsafe(stop))
+
     def stopping(self) -> None:
         """Let the first signal only set `received` from now on."""
         self._stop = lambda: None
@@ -55,6 +78,20 @@ class StopSignals:
         if self._stop is None:
             raise KeyboardInterrupt
         self._stop()
+
+
+@contextmanager
+def starting(progress: StartProgress) -> Iterator[StopSignals]:
+    """Open a context in which a command starts: a signal before it is ready ends it, and says so.
+
+    The process then exits with 128 + the signal's number.
+    """
+    with StopSignals() as signals:
+        try:
+            yield signals
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            progress.line("Stopped before it was ready.")
+            sys.exit(128 + (signals.received or signal.SIGINT))
 
 
 class TermSignal:

@@ -16,7 +16,6 @@ from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
-from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.attention.expanded_latents import SplittingAttention, absorbing
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
@@ -31,9 +30,9 @@ from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
+from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
-from kvrelay.model_runner.layers.elementwise_trial import try_elementwise
 from kvrelay.model_runner.layers.linear import LinearFactory, PanelLinear
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
@@ -52,9 +51,9 @@ class ModelRunner:
         kernel_threads: the threads of our kernels, if another model shares them.
         draft: the model is that of a `DraftModel`, whose pools come after its target's.
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
-            beside it and in whatever chunks. Prompts of a thousand tokens then take 1.8 times as
-            long, steps a few percent longer.
-        attention: the backend that computes attention.
+            beside it and in whatever chunks: all is computed by kernels of ours, and attention
+            token by token. Prompts of a thousand tokens take 1.8 times as long in bfloat16.
+        attention: what computes attention.
         attention_splits: how FlashInfer divides a sequence's KV.
         kv_dtype: the dtype of keys and values in pages.
         graphs: the CUDA graphs of steps of decode; None: there are none.
@@ -92,11 +91,9 @@ class ModelRunner:
         self.config = read_config(path)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
-        if batch_invariant and not CpuAttention.is_invariant(self.device, self.dtype):
-            raise UnsupportedOptionError(
-                "--batch-invariant is for bfloat16 and float32 on a CPU, "
-                f"not for {dtype} on {device}"
-            )
+        if batch_invariant:
+            check_invariant("a model", self.dtype, self.device)
+        self._batch_invariant = batch_invariant
         self._draft = draft
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
         heads = self.config.attention
@@ -122,8 +119,6 @@ class ModelRunner:
             elementwise = make_elementwise(
                 self.dtype, self.device, batch_invariant, package, self.kernel_threads
             )
-            if batch_invariant:
-                try_elementwise(self.config, elementwise, self.dtype)
             checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
             self._kv_scales = self._read_kv_scales(checkpoint)
             self._decoder = Decoder(
@@ -153,7 +148,7 @@ class ModelRunner:
 
         More threads are then faster, and results are the same to the last bit.
         """
-        is_own = PanelLinear.runs(self.device, self.dtype)
+        is_own = self._batch_invariant or PanelLinear.runs(self.device, self.dtype)
         return is_own and self._attention.choice is AttentionChoice.CPU
 
     @property

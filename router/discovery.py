@@ -33,7 +33,7 @@ class Discovery(Protocol):
 
 
 class StaticDiscovery:
-    """Lists of workers that their owner replaces when they change."""
+    """Lists of workers that their owner, or a subclass, replaces when they change."""
 
     def __init__(self, endpoints: Sequence[WorkerInfo] = ()) -> None:
         self._endpoints = tuple(endpoints)

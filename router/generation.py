@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvrelay.router.callers import Caller
-from kvrelay.router.placement.known_prefixes import PromptMarks
 from kvrelay.router.sessions import Turn
+from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.submit import GenerationParams, KeptSession, SubmitRequest
 from kvrelay.wire.worker_info import WorkerAddress, WorkerInfo, WorkerRole
+
+PromptMarks: TypeAlias = Mapping[PageHashes, tuple[int, ...]]
+"""The marks of a prompt by hashing scheme: one scheme, if all workers have one page size.
+
+They belong to one tenant and salt, and so match no other's.
+"""
 
 
 @dataclass(frozen=True, slots=True)

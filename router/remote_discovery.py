@@ -15,7 +15,6 @@ from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
 from kvrelay.wire.messages import WORKER_LIST
-from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS = 0.2
@@ -28,7 +27,7 @@ _HOPELESS = (
 """Status codes that a retry does not change; the last one is a client listener's."""
 
 
-class RemoteDiscovery:
+class RemoteDiscovery(StaticDiscovery):
     """The controller's list of workers; the last one is kept while the controller is away.
 
     Args:
@@ -44,6 +43,7 @@ class RemoteDiscovery:
         open_channel: Callable[[str], grpc.aio.Channel],
         metadata: Sequence[tuple[str, str]] = (),
     ) -> None:
+        super().__init__()
         self._find = find
         self._address = ""
         """The address that was found last."""
@@ -55,30 +55,13 @@ class RemoteDiscovery:
         self._asking_anew = asyncio.Event()
         self.silent_since: float | None = time.monotonic()
         """When the controller was last heard, by the monotonic clock; None: it is heard now."""
-        self._list = StaticDiscovery()
         self._known: asyncio.Future[None] | None = None
-
-    def endpoints(self) -> Sequence[WorkerInfo]:
-        """The workers that were live when the controller was last heard."""
-        return self._list.endpoints()
-
-    def awaited(self) -> Sequence[WorkerInfo]:
-        """The workers that were lost then and will have successors."""
-        return self._list.awaited()
-
-    def successor(self) -> str:
-        """The successor that the controller named last."""
-        return self._list.successor()
 
     def say(self, *, metrics_address: str, shifted_to: str) -> None:
         """Tell the controller this router's metrics address, and the successor that it follows."""
         if (metrics_address, shifted_to) != (self.metrics_address, self._shifted_to):
             self.metrics_address, self._shifted_to = metrics_address, shifted_to
             self._asking_anew.set()
-
-    async def changed(self) -> None:
-        """Return after the next change; register before the first suspension."""
-        await self._list.changed()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -103,9 +86,9 @@ class RemoteDiscovery:
                 async for said in self._lists():
                     delay, self.silent_since = _FIRST_RETRY_SECONDS, None
                     listed = WORKER_LIST.from_message(said)
-                    self._list.replace(listed.endpoints, listed.awaited)
-                    if listed.successor != self._list.successor():
-                        self._list.shift_to(listed.successor)
+                    self.replace(listed.endpoints, listed.awaited)
+                    if listed.successor != self.successor():
+                        self.shift_to(listed.successor)
                     if not known.done():
                         known.set_result(None)
                 if self._asking_anew.is_set():
@@ -122,7 +105,7 @@ class RemoteDiscovery:
                 why = str(error)
             if self.silent_since is None:
                 self.silent_since = time.monotonic()
-                self._list.shift_to(self._list.successor())  # wakes the waiters for a change
+                self.shift_to(self.successor())  # wakes the waiters for a change
             _log.warning("the controller %s cannot be heard: %s", self._address, why)
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LONGEST_RETRY_SECONDS)

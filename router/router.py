@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from kvrelay.net.allocator import return_large_blocks
 from kvrelay.net.channels import front_server, worker_credentials
 from kvrelay.net.receiving import BoundedReceipt
-from kvrelay.net.tls import CurrentTls, TlsFileError
+from kvrelay.net.tls import CurrentTls, TlsFileError, TlsFiles
 from kvrelay.observe.metrics_server import MetricsServer
 from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
 from kvrelay.router.access.auth import Guard
@@ -38,6 +38,7 @@ from kvrelay.router.doors.http.http_door import Behind, make_app
 from kvrelay.router.doors.http.http_listener import ConnectionBounds, HttpListener
 from kvrelay.router.doors.listening import STOP_GRACE_SECONDS, host_and_port, listen
 from kvrelay.router.doors.raw_requests import RawMessages
+from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.router.errors import StartError
 from kvrelay.router.metrics import (
     EXPECTED_HIT_TOKENS,
@@ -51,13 +52,12 @@ from kvrelay.router.metrics import (
     WAITING_FOR_WORKERS,
     RouterMetrics,
 )
-from kvrelay.router.operator_door import OperatorDoor
+from kvrelay.router.placement.choose import PlacementRules
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
 from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.router.requests.live_requests import LiveRequests
 from kvrelay.router.requests.request_trace import Tracing
-from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.sessions import Sessions
 from kvrelay.router.vllm_names import VllmNames
 from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_template
@@ -74,6 +74,35 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _GENERATE = f"/{_SERVICE}/Generate"
 _RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
+
+
+class OperatorDoor(Protocol):
+    """Services for operators and other routers, served by whoever supervises the workers."""
+
+    pages: Mapping[str, Callable[[str], bytes]]
+    """Pages to serve beside the router's metrics, by path."""
+
+    async def serve(
+        self,
+        undo: contextlib.AsyncExitStack,
+        address: str,
+        tls: TlsFiles | None,
+        guards: Sequence[grpc.aio.ServerInterceptor],
+        requests_of: Callable[[str], int | None],
+    ) -> str:
+        """Listen until `undo`, and return the address with its real port.
+
+        Args:
+            undo: stops it.
+            address: ``host:port`` to listen on.
+            tls: the certificate to show.
+            guards: interceptors that see a call before its message is received.
+            requests_of: counts the requests of a worker's incarnation.
+
+        Raises:
+            StartError: it cannot listen there.
+        """
+        ...
 
 
 class Router:
@@ -105,8 +134,11 @@ class Router:
             discovery,
             self._make_link,
             KnownPrefixes(config.prefix_index_entries),
-            decodes_alone=config.placement is PlacementMode.ADAPTIVE,
-            itl_target=config.itl_target_seconds,
+            PlacementRules(
+                decodes_alone=config.placement is PlacementMode.ADAPTIVE,
+                itl_target=config.itl_target_seconds,
+                deadline_margin=config.deadline_margin,
+            ),
         )
         self._sessions = Sessions(config, self._metrics, self._fleet.forget_session)
         self._adoption = SessionAdoption(self._sessions, self._fleet, self._metrics)

@@ -53,12 +53,14 @@ class _Followed:
         return [*self.discovery.endpoints(), *self.discovery.awaited()]
 
 
-class ShiftingDiscovery:
+class ShiftingDiscovery(StaticDiscovery):
     """The workers of one cluster for new requests, and of its predecessors for running ones.
 
     The workers of a cluster that has a successor are listed as draining as soon as the successor's
     cluster can serve. It can with workers of this version that have loaded the same model. Until
     then nothing changes. After the shift, only the predecessor's controller can take it back.
+
+    It has no successor itself: no router follows this list.
 
     Args:
         first: the controller that this router was started with.
@@ -66,29 +68,13 @@ class ShiftingDiscovery:
     """
 
     def __init__(self, first: RemoteDiscovery, make: Callable[[str], RemoteDiscovery]) -> None:
+        super().__init__()
         self._make = make
         self._followed = [_Followed("", first, takes_over=True)]
         self._dropped: list[_Followed] = []
         """The controllers that need not be followed any more."""
-        self._list = StaticDiscovery()
         self.metrics_address = ""
         """The address of this router's metrics, ``host:port``; set before `following`."""
-
-    def endpoints(self) -> Sequence[WorkerInfo]:
-        """The workers that are live, or were when their controller was last heard."""
-        return self._list.endpoints()
-
-    def awaited(self) -> Sequence[WorkerInfo]:
-        """The workers that were lost then and will have successors."""
-        return self._list.awaited()
-
-    def successor(self) -> str:
-        """The empty address: no router follows this list."""
-        return ""
-
-    async def changed(self) -> None:
-        """Return after the next change; register before the first suspension."""
-        await self._list.changed()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -176,8 +162,8 @@ class ShiftingDiscovery:
             if worker.incarnation not in listed
         ]
         awaited = chain[last].discovery.awaited()
-        if (endpoints, [*awaited]) != ([*self._list.endpoints()], [*self._list.awaited()]):
-            self._list.replace(endpoints, awaited)
+        if (endpoints, [*awaited]) != ([*self.endpoints()], [*self.awaited()]):
+            self.replace(endpoints, awaited)
 
 
 def _log_failure(keeping: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+from tests.pairwise import mark_what_pairs_leave_out
 
 TESTS = Path(__file__).parent
 CLUSTER = TESTS / "cluster"
@@ -21,7 +22,7 @@ FIRST = (
     "cluster/test_chaos.py",
     "engine/test_host_windows.py",
     "cluster/test_leases.py",
-    "engine/test_virtual_time.py",
+    "engine/test_session_matrix.py",
     "cluster/test_controller.py",
     "mem_cache/test_memory_model.py",
 )
@@ -64,8 +65,10 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before those go that were not asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests of clusters of Ray are alone; the others wait most of the time for processes."""
+    mark_what_pairs_leave_out(items)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         computes = "ray" in fixtures and "obedient_workers" not in fixtures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvrelay.deploy.controller.controller_metrics import METRICS as CONTROLLER_METRICS
+from kvrelay.deploy.controller.supervision.controller_metrics import METRICS as CONTROLLER_METRICS
 from kvrelay.engine.scheduler.metrics import METRICS as WORKER_METRICS
 from kvrelay.observe.metric_declarations import MetricType
 from kvrelay.router.metrics import METRICS as ROUTER_METRICS

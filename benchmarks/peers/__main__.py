@@ -27,13 +27,13 @@ from benchmarks.peers.store import Figures, Key, Kind, Store
 from benchmarks.peers.systems import SYSTEMS, Servers, Setup, StartError
 from benchmarks.with_cluster import interrupt_on_signals
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.load_generator.load_options import CommaList
 from kvrelay.deploy.load_generator.load_report import Slo
 from kvrelay.deploy.load_generator.measurement import ServerError
 from kvrelay.deploy.load_generator.plot import PlotError
 from kvrelay.deploy.load_generator.trace import TraceError
 from kvrelay.deploy.load_generator.workload import Poisson
 from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.option_types import comma_list
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 
 PARTS = ("throughput", "goodput", "interference", "page")
@@ -234,25 +234,25 @@ def _line(key: Key, figures: Figures) -> str:
 @click.option(
     "--only",
     "parts",
-    type=CommaList("part,...", _part),
+    type=comma_list("part,...", _part),
     default="throughput",
     help=f"Of {', '.join(PARTS)}; page measures nothing.",
 )
 @click.option(
     "--systems",
-    type=CommaList("system,...", _system),
+    type=comma_list("system,...", _system),
     show_default="all but sglang; for goodput and interference " + ",".join(GOODPUT_SYSTEMS),
     help=f"In this order, in every round: {', '.join(SYSTEMS)}.",
 )
 @click.option(
     "--loads",
-    type=CommaList("load,...", str),
+    type=comma_list("load,...", str),
     default=",".join(LOADS),
     help="PROMPT/OUTPUT@CLIENTS or azure@CLIENTS.",
 )
 @click.option(
     "--lengths",
-    type=CommaList("lengths,...", str),
+    type=comma_list("lengths,...", str),
     default=",".join(GOODPUT_LENGTHS),
     help="Of the requests for goodput: PROMPT/OUTPUT or azure.",
 )

@@ -28,8 +28,10 @@ from kvrelay.deploy.load_generator.measurement import (
     warm_up,
 )
 from kvrelay.deploy.load_generator.openai_client import (
+    Body,
     CompletionsClient,
-    remote_prefill,
+    Prepare,
+    check_status,
     served_model,
 )
 from kvrelay.deploy.load_generator.workload import Prompts, Workload
@@ -133,3 +135,32 @@ def _stats(name: str, stats: Stats | None) -> Figures:
         f"{name}_{column}_ms": getattr(stats, column) if stats else None
         for column in ("p50", "p90", "p99")
     }
+
+
+def remote_prefill(session: aiohttp.ClientSession, base_url: str) -> Prepare:
+    """Return a step that lets vLLM's prefill instance compute the prompt, as vLLM's proxy does.
+
+    The returned fields tell the decode instance where the KV lies.
+    """
+
+    async def prepare(body: Body) -> Body:
+        asked = {
+            **body,
+            "max_tokens": 1,
+            "stream": False,
+            "stream_options": None,
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            },
+        }
+        async with session.post(f"{base_url}/v1/completions", json=asked) as response:
+            await check_status(response)
+            answer = await response.json()
+        return {"kv_transfer_params": answer["kv_transfer_params"]}
+
+    return prepare

@@ -27,12 +27,13 @@ from kvrelay.router.admission.tokenizer_threads import TextThreads
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.doors.grpc_service import InferenceService
+from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.router.metrics import RouterMetrics
+from kvrelay.router.placement.choose import PlacementRules
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
 from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.router.requests.live_requests import LiveRequests
-from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.sessions import Sessions
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -72,7 +73,8 @@ class Bench:
         for _ in range(self.load.routers):
             metrics = RouterMetrics("scripted")
             prefixes = KnownPrefixes(self._config.prefix_index_entries)
-            fleet = Fleet(discovery, functools.partial(self._make_link, prefixes), prefixes)
+            make_link = functools.partial(self._make_link, prefixes)
+            fleet = Fleet(discovery, make_link, prefixes, PlacementRules())
             live = LiveRequests(self._config, fleet, self._tokenizer, metrics)
             texts = Texts(self._tokenizer, 16, threads)
             structured = StructuredOutputs(self._tokenizer, fleet, metrics)

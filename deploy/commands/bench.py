@@ -11,7 +11,6 @@ import click
 
 from kvrelay.deploy.command_errors import with_clear_errors
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.load_generator.load_options import RATES, SHAPES, SLOTS
 from kvrelay.deploy.load_generator.load_report import Slo
 from kvrelay.deploy.load_generator.measurement import Results, RunBounds, ServerError, bench_http
 from kvrelay.deploy.load_generator.measurement import bench as bench_grpc
@@ -32,6 +31,7 @@ from kvrelay.deploy.load_generator.workload import (
     trace_workloads,
 )
 from kvrelay.deploy.options.listen_address import Address
+from kvrelay.deploy.options.option_types import FLOATS, INTS, comma_list
 from kvrelay.deploy.reach.grpc_target import CommandAccess, with_access
 from kvrelay.deploy.reach.http_target import TARGET, HttpTarget
 
@@ -97,21 +97,21 @@ def _trace_workloads(
 @click.option(
     "--shape",
     "shapes",
-    type=SHAPES,
+    type=comma_list("in/out,...", Shape.parse),
     show_default="256/128",
     help="Prompt and output tokens of every request; several, with commas, give a run each.",
 )
 @click.option(
     "--concurrency",
     "slots",
-    type=SLOTS,
+    type=INTS,
     show_default="8",
     help="Closed loop of so many clients; several, with commas, give a run each.",
 )
 @click.option(
     "--rate",
     "rates",
-    type=RATES,
+    type=FLOATS,
     help="Poisson arrivals a second, instead of a closed loop; several as above.",
 )
 @click.option(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from kvrelay.deploy.reach.find_controller import Controller
-from kvrelay.deploy.reach.grpc_target import CommandAccess, connected
+from kvrelay.deploy.reach.grpc_target import CommandAccess
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
 from kvrelay.wire.cluster_state import ClusterState, RollState
 from kvrelay.wire.messages import CLUSTER_STATE
@@ -16,19 +13,11 @@ _SECONDS = 5.0
 
 def ask(controller: Controller, access: CommandAccess) -> ClusterState:
     """Ask a controller for its cluster's state. Raises DeployError."""
-    address = controller.find()
-    access.check(address)
-    stub = controller_pb2_grpc.ControllerServiceStub
-    with connected(address, access.credentials(), stub) as service:
+    with controller.connected(access, controller_pb2_grpc.ControllerServiceStub) as service:
         answer = service.GetCluster(
             controller_pb2.GetClusterRequest(), timeout=_SECONDS, metadata=access.metadata
         )
     return CLUSTER_STATE.from_message(answer)
-
-
-def as_object(state: ClusterState) -> dict[str, Any]:
-    """Return the state as `--json` prints it."""
-    return asdict(state)
 
 
 def as_text(state: ClusterState) -> str:

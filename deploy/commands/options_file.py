@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvrelay.deploy.options.option_types import MemoryParam, SizeParam, SwitchParam
+from kvrelay.deploy.options.option_types import MEMORY, SIZE, SWITCH
 
 _TOML_NAMES = {
     bool: "a boolean",
@@ -17,6 +17,18 @@ _TOML_NAMES = {
     float: "a number",
     str: "a string",
 }
+
+
+def with_config_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--config``, a file of its other options."""
+    return click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=load_defaults,
+        help="A TOML file with these options by name; an option on the command line wins.",
+    )(command)
 
 
 def load_defaults(ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
@@ -77,8 +89,8 @@ def _toml_types(option: click.Option) -> tuple[type, ...]:
         return (int,)
     if isinstance(option.type, click.types.FloatParamType):
         return (float, int)
-    if isinstance(option.type, SizeParam | MemoryParam):
+    if option.type in (SIZE, MEMORY):
         return (int, str)
-    if isinstance(option.type, SwitchParam):
+    if option.type is SWITCH:
         return (bool, str)
     return (str,)

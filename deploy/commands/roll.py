@@ -7,12 +7,11 @@ from typing import Final
 import click
 
 from kvrelay.deploy.command_errors import with_clear_errors
-from kvrelay.deploy.commands.scale import PHASES
+from kvrelay.deploy.commands.scale import line_of
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.reach.find_controller import Controller, with_controller
-from kvrelay.deploy.reach.grpc_target import CommandAccess, connected, with_access
+from kvrelay.deploy.reach.grpc_target import CommandAccess, with_access
 from kvrelay.v1 import admin_pb2 as pb
-from kvrelay.v1 import admin_pb2_grpc
 
 _COUNT: Final = click.IntRange(0, 64)
 
@@ -74,16 +73,13 @@ def roll(
         max_unavailable=max_unavailable,
         undo=undo,
     )
-    admin = controller.find()
-    access.check(admin)
     steps = 0
     failed = ""
-    with connected(admin, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:
+    with controller.connected(access) as service:
         for step in service.RollWorkers(request, metadata=access.metadata):
             steps += 1
             failed = failed or step.reason
-            reason = f": {step.reason}" if step.reason else ""
-            click.echo(f"{step.worker} {PHASES[step.phase]}{reason}")
+            click.echo(line_of(step))
     if failed:
         raise DeployError("the roll has stopped; `kvrelay roll --undo` goes back")
     if not steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import fields
@@ -13,9 +12,9 @@ import click
 import grpc
 
 from kvrelay.deploy.command_errors import with_clear_errors
-from kvrelay.deploy.commands.serve import find_model, with_free_http
+from kvrelay.deploy.commands.serve import with_free_http
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.nodes.models import ModelFolder, find_model
 from kvrelay.deploy.options.listen_address import Address
 from kvrelay.deploy.options.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.options.serve_options import RouterProcessOptions, ServeOptions
@@ -23,7 +22,7 @@ from kvrelay.deploy.reach.find_controller import Controller, with_controller
 from kvrelay.deploy.reach.grpc_target import CommandAccess, with_access
 from kvrelay.deploy.router_config import router_config
 from kvrelay.deploy.start_progress import StartProgress
-from kvrelay.deploy.stop_signals import StopSignals
+from kvrelay.deploy.stop_signals import StopSignals, starting
 from kvrelay.net.channel_options import channel_options
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.remote_discovery import RemoteDiscovery
@@ -63,17 +62,13 @@ def run(
     Returns if the router was ready when the signal came; otherwise exits with 128 + the signal's
     number.
     """
-    with StopSignals() as signals:
-        try:
-            options.check_files()
-            options.grpc.check_free("--grpc")
-            options = with_free_http(options, progress)
-            options.metrics.check_free("--metrics")
-            model = find_model(options, progress)
-            asyncio.run(_route(options, model, _discovery(controller, access), progress, signals))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            progress.line("Stopped before it was ready.")
-            sys.exit(128 + (signals.received or signal.SIGINT))
+    with starting(progress) as signals:
+        options.check_files()
+        options.grpc.check_free("--grpc")
+        options = with_free_http(options, progress)
+        options.metrics.check_free("--metrics")
+        model = find_model(options, progress)
+        asyncio.run(_route(options, model, _discovery(controller, access), progress, signals))
     progress.line("Stopped.")
 
 
@@ -112,12 +107,8 @@ async def _route(
     progress: StartProgress,
     signals: StopSignals,
 ) -> None:
-    loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    task = asyncio.current_task()
-    assert task is not None
-    signals.deliver_to(lambda: loop.call_soon_threadsafe(task.cancel))
-    try:
+    with signals.cancelling_this_task():
         async with AsyncExitStack() as stack:
             with progress.step("router", "starting") as step:
                 router = Router(router_config(options, model), discovery)
@@ -131,7 +122,7 @@ async def _route(
             with progress.step("workers", "connecting to them") as step:
                 await router.wait_ready()
                 step.say("connected")
-            signals.deliver_to(lambda: loop.call_soon_threadsafe(stopped.set))
+            signals.deliver_to_loop(stopped.set)
             progress.line(f"Ready in {progress.elapsed:.1f} s.")
             progress.line(f"  gRPC       {router.grpc_address}")
             progress.line(f"  HTTP       http://{router.http_address}/v1")
@@ -139,5 +130,3 @@ async def _route(
             progress.line("Ctrl-C stops it.")
             await stopped.wait()
             progress.line("Stopping the router.")
-    finally:
-        signals.stopping()  # the loop that signals were delivered to ends here

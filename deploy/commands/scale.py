@@ -9,12 +9,11 @@ import click
 from kvrelay.deploy.command_errors import with_clear_errors
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.reach.find_controller import Controller, with_controller
-from kvrelay.deploy.reach.grpc_target import CommandAccess, connected, with_access
+from kvrelay.deploy.reach.grpc_target import CommandAccess, with_access
 from kvrelay.v1 import admin_pb2 as pb
-from kvrelay.v1 import admin_pb2_grpc
 
 _COUNT: Final = click.IntRange(1)
-PHASES: Final = {
+_PHASES: Final = {
     pb.ScaleWorkersResponse.PHASE_STARTING: "starts",
     pb.ScaleWorkersResponse.PHASE_READY: "is ready",
     pb.ScaleWorkersResponse.PHASE_DRAINING: "drains",
@@ -48,14 +47,17 @@ def scale(
     asked = {role: count for role, count in counts.items() if count is not None}
     if not asked:
         raise click.UsageError("give --prefill, --decode or --aggregated")
-    admin = controller.find()
-    access.check(admin)
     failed = 0
-    with connected(admin, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:
+    with controller.connected(access) as service:
         request = pb.ScaleWorkersRequest(**asked)
         for step in service.ScaleWorkers(request, metadata=access.metadata):
-            reason = f": {step.reason}" if step.reason else ""
-            click.echo(f"{step.worker} {PHASES[step.phase]}{reason}")
+            click.echo(line_of(step))
             failed += step.phase == pb.ScaleWorkersResponse.PHASE_FAILED
     if failed:
         raise DeployError(f"{failed} of the changes could not be made")
+
+
+def line_of(step: pb.ScaleWorkersResponse | pb.RollWorkersResponse) -> str:
+    """Return the line that tells the user a step of a worker's change."""
+    reason = f": {step.reason}" if step.reason else ""
+    return f"{step.worker} {_PHASES[step.phase]}{reason}"

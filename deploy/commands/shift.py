@@ -145,11 +145,11 @@ def _until_shifted(
 def _drain_all(state: ClusterState, old: Address, access: CommandAccess) -> None:
     names = [one.name for one in state.workers if not one.removing]
 
-    def drain(name: str) -> None:
+    def drain_one(name: str) -> None:
         request = pb.DrainWorkerRequest(worker=name, remove=True)
         with connected(old, access.credentials(), admin_pb2_grpc.AdminServiceStub) as service:
             for response in service.DrainWorker(request, metadata=access.metadata):
                 click.echo(line_of(name, response, remove=True))
 
     with ThreadPoolExecutor(max(1, len(names))) as threads:
-        list(threads.map(drain, names))
+        list(threads.map(drain_one, names))

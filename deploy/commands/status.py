@@ -63,7 +63,7 @@ def status(
     """
     if controller is not None:
         state = controller_status.ask(controller, access)
-        shown = json.dumps(controller_status.as_object(state)) if as_json else None
+        shown = json.dumps(asdict(state)) if as_json else None
         click.echo(shown or controller_status.as_text(state))
         return
     to_workers = _worker_credentials(tls_cert, tls_key, tls_ca)

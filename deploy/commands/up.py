@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvrelay.deploy.command_errors import with_clear_errors
-from kvrelay.deploy.commands.options_file import load_defaults
-from kvrelay.deploy.commands.serve import find_model
+from kvrelay.deploy.commands.options_file import with_config_file
 from kvrelay.deploy.commands.serve_text import headline
 from kvrelay.deploy.logs import level_of
-from kvrelay.deploy.nodes.models import ModelFolder
+from kvrelay.deploy.nodes.models import ModelFolder, find_model
 from kvrelay.deploy.options.environment import allow_many_machines
 from kvrelay.deploy.options.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.options.up_options import UP_OPTIONS, UpOptions
 from kvrelay.deploy.start_progress import StartProgress
-from kvrelay.deploy.stop_signals import StopSignals
+from kvrelay.deploy.stop_signals import StopSignals, starting
 
 if TYPE_CHECKING:
     from kvrelay.deploy.controller.controller_host import ControllerReport
@@ -31,14 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
-@click.option(
-    "--config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=load_defaults,
-    help="A TOML file with these options by name; an option on the command line wins.",
-)
+@with_config_file
 @declared_options(UpOptions, UP_OPTIONS)
 @with_clear_errors
 def up(*, debug: bool, **options: Any) -> None:
@@ -54,15 +44,11 @@ def up(*, debug: bool, **options: Any) -> None:
 def run(options: UpOptions, progress: StartProgress, *, debug: bool) -> None:
     """Start the cluster; a signal before it is ready ends it again, if this call has begun it."""
     allow_many_machines()
-    with StopSignals() as signals:
-        try:
-            options.check_files()
-            progress.line(headline(options))
-            model = find_model(options, progress)
-            _start(options, model, progress, signals, debug=debug)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            progress.line("Stopped before it was ready.")
-            sys.exit(128 + (signals.received or signal.SIGINT))
+    with starting(progress) as signals:
+        options.check_files()
+        progress.line(headline(options))
+        model = find_model(options, progress)
+        _start(options, model, progress, signals, debug=debug)
 
 
 def _start(
@@ -74,6 +60,7 @@ def _start(
     debug: bool,
 ) -> None:
     from kvrelay.deploy.nodes.joined_ray import JoinedRay, namespace_of
+    from kvrelay.deploy.nodes.model_copy import checkpoints_of, with_digests
 
     assert options.ray_address is not None
     namespace = namespace_of(options.cluster_name)
@@ -82,10 +69,11 @@ def _start(
             ray = stack.enter_context(JoinedRay(options.ray_address, namespace))
             signals.install()
             step.say(f"logs in {ray.logs}")
+        checkpoints: tuple[Checkpoint, ...] = ()
         if options.copy_model:
-            model = _with_digests(model, progress)
+            model = with_digests(model, progress)
+            checkpoints = checkpoints_of(model)
         spec = make_spec(options, model, namespace, debug=debug)
-        checkpoints = _checkpoints(model) if options.copy_model else ()
         asyncio.run(_up(spec, checkpoints, namespace, progress, signals))
 
 
@@ -114,23 +102,6 @@ def make_spec(
     )
 
 
-def _with_digests(model: ModelFolder, progress: StartProgress) -> ModelFolder:
-    """Return the model with the digests of its files, by which nodes recognise a copy."""
-    from kvrelay.deploy.nodes.model_copy import files_of
-
-    with progress.step("model", f"{model.name}: reading its digests") as step:
-        files = files_of(model.path)
-        drafts = {} if model.draft_path is None else files_of(model.draft_path)
-        step.say("nodes that lack it get a copy")
-    return replace(model, files=files, draft_files=drafts)
-
-
-def _checkpoints(model: ModelFolder) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints that nodes can copy for as long as the cluster runs."""
-    draft = () if model.draft_path is None else ((model.draft_path, model.draft_files),)
-    return ((model.path, model.files), *draft)
-
-
 async def _up(
     spec: ControllerSpec,
     checkpoints: tuple[Checkpoint, ...],
@@ -142,21 +113,18 @@ async def _up(
     from kvrelay.deploy.controller.records.ray_store import RayStore
     from kvrelay.deploy.deployment import loading_text
 
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    signals.deliver_to(lambda: loop.call_soon_threadsafe(task.cancel))
     store = RayStore.of_this_process(namespace)
-    try:
-        with progress.step("workers", "loading the model") as step:
+    with (
+        signals.cancelling_this_task(),
+        progress.step("workers", "loading the model") as step,
+    ):
 
-            def show(report: ControllerReport) -> None:
-                if report.progress:
-                    step.say(loading_text(report.progress))
+        def show(report: ControllerReport) -> None:
+            if report.progress:
+                step.say(loading_text(report.progress))
 
-            report = await bring_up(store, namespace, spec, show, checkpoints=checkpoints)
-            step.say("ready")
-    finally:
-        signals.stopping()  # the loop that signals were delivered to ends here
+        report = await bring_up(store, namespace, spec, show, checkpoints=checkpoints)
+        step.say("ready")
     progress.line(f"Ready in {progress.elapsed:.1f} s.")
     progress.line(f"  controller {report.address}")
     progress.line(f"  metrics    http://{report.metrics_address}/metrics")

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 from kvrelay.deploy.bounded_waits import finished
-from kvrelay.deploy.controller.changes.drain_turns import DrainTurns
-from kvrelay.deploy.controller.changes.draining import Drains
+from kvrelay.deploy.controller.changes.replacing import Rolling
+from kvrelay.deploy.controller.changes.resizing import Scaling
 from kvrelay.deploy.controller.changes.role_configs import WorkerConfigs
-from kvrelay.deploy.controller.changes.workforce import Workforce
-from kvrelay.deploy.controller.controller_metrics import ControllerMetrics
-from kvrelay.deploy.controller.membership import Membership
-from kvrelay.deploy.controller.operators.admin_service import DrainStep, RollOrder, ScaleStep
-from kvrelay.deploy.controller.operators.cluster_report import state_of
-from kvrelay.deploy.controller.records.death_notices import RecordedDeaths
+from kvrelay.deploy.controller.changes.workforce import DrainTurns, Workforce
+from kvrelay.deploy.controller.cluster_report import state_of
+from kvrelay.deploy.controller.records.deaths import Deaths
 from kvrelay.deploy.controller.records.journal import Journal
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore, KeyValueStore
 from kvrelay.deploy.controller.records.leadership import Leadership
 from kvrelay.deploy.controller.records.leases import Leases
-from kvrelay.deploy.controller.records.records import ClusterPhase, Started, WorkerRecord
-from kvrelay.deploy.controller.supervisor import WorkerSupervisor
-from kvrelay.deploy.controller.worker_adoption import WorkerAdoption
+from kvrelay.deploy.controller.records.records import ClusterPhase, WorkerRecord
+from kvrelay.deploy.controller.supervision.controller_metrics import ControllerMetrics
+from kvrelay.deploy.controller.supervision.membership import Membership
+from kvrelay.deploy.controller.supervision.supervisor import WorkerSupervisor
+from kvrelay.deploy.controller.supervision.worker_adoption import WorkerAdoption
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.left_over import end_left_over
 from kvrelay.deploy.nodes.ray_places import PlacementPlan, RayPlaces
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.options.listen_address import Address
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.faults import Fault
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import CannotShift
 from kvrelay.wire.cluster_state import ClusterState
@@ -41,6 +40,11 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 _CONTROLLER_LEASE_SECONDS: Final = 15.0
+BROKEN: Final = 74
+"""The exit status of a process that can no longer supervise its workers.
+
+Ray takes it for a crash and starts another controller.
+"""
 
 
 class Cluster:
@@ -80,7 +84,11 @@ class Cluster:
         self._progress = {config.name: 0.0 for config in configs}
         """The share of weights read, by worker name, while workers start for the first time."""
         self._members = Membership()
-        self._deaths: RecordedDeaths | None = None
+        self.discovery: Discovery = self._members.discovery
+        """The list of workers that the router reads."""
+        self.workers = self._members.live
+        """The live incarnations by worker name; a view that changes with them."""
+        self._deaths: Deaths | None = None
         self._plan = plan or PlacementPlan()
         self._placement = RayPlaces(self._plan)
         self._name = self._plan.namespace.rpartition("/")[2]
@@ -95,19 +103,29 @@ class Cluster:
         model = configs[0].model_name if configs else ""
         self.metrics = ControllerMetrics(model, self.discovery, self._wanted_roles)
         """Metrics of the workers' starts, drains and ends."""
-        drains = Drains(*(self._members, self._supervisors, lambda: self._written, self.metrics))
-        self._turns = DrainTurns(self._members, lambda: drains.staying)
-        self.workforce = Workforce(
+        self.workforce = workforce = Workforce(
             configs=self._configs,
             members=self._members,
             supervisors=self._supervisors,
-            drains=drains,
             placement=self._placement,
             metrics=self.metrics,
             journal=lambda: self._written,
             supervisor_of=self._supervisor_of,
         )
-        """The part that scales, rolls and drains workers on request."""
+        """The part that adds and drains workers."""
+        self._scaling = Scaling(workforce, lambda: self._written)
+        self._rolling = Rolling(
+            workforce,
+            self._configs,
+            lambda: self._written,
+            self.metrics,
+            lambda: self._scaling.is_running,
+        )
+        # What `Administrator` and `Watcher` name, and a part of the cluster does.
+        self.drain = workforce.drain
+        self.scale = self._scaling.scale
+        self.roll = self._rolling.roll
+        self.turn_to_drain = DrainTurns(self._members, lambda: workforce.staying).turn
         self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
@@ -122,16 +140,6 @@ class Cluster:
     ) -> None:
         await self.stop()
 
-    @property
-    def discovery(self) -> Discovery:
-        """The list of workers that the router reads."""
-        return self._members.discovery
-
-    @property
-    def workers(self) -> Mapping[str, WorkerInfo]:
-        """The live incarnations by worker name; a view that changes with them."""
-        return self._members.live
-
     async def start(self) -> None:
         """Place and start every worker, or take over the previous controller's workers.
 
@@ -143,9 +151,9 @@ class Cluster:
                 self._configs.first, _CONTROLLER_LEASE_SECONDS
             )
             self._journal, before = await Journal.take_over(self._store, leases)
-            self._deaths = RecordedDeaths(self._journal, before.deaths if before else ())
+            self._deaths = Deaths(self._journal, before.deaths if before else ())
             self._add_started()
-            self._members.shift_to(self._journal.cluster.successor)
+            self._members.discovery.shift_to(self._journal.cluster.successor)
             self.took_over = before is not None and before.cluster.phase is ClusterPhase.SERVING
             if self._journal.cluster.phase is ClusterPhase.STOPPING:
                 raise ClusterError("the cluster was being stopped")
@@ -173,7 +181,8 @@ class Cluster:
         if self._leases is not None and not await self._leads(self._leases):
             self._on_deposed()
             return
-        await self.workforce.stop()
+        await self._scaling.stop()
+        await self._rolling.stop()
         if self._journal is not None:
             await self._journal.write_cluster(phase=ClusterPhase.STOPPING)
         supervisors = self._supervisors.copy()
@@ -185,7 +194,8 @@ class Cluster:
             self._placement.release()
             self._members.clear()
         if self._journal is not None:
-            await end_left_over(self._plan.namespace, tuple(self._journal.workers.values()))
+            left = {name: one.process for name, one in self._journal.workers.items()}
+            await end_left_over(self._plan.namespace, left)
             await self._journal.clear()
         self._leadership.end()
         for failure in failures:
@@ -198,18 +208,6 @@ class Cluster:
             return not leases.is_given_up
         return await self._leadership.is_latest(leases)
 
-    def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase; see `Administrator`."""
-        return self.workforce.drain(worker, remove=remove)
-
-    def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
-        """Add and remove workers, and yield each phase; see `Administrator`."""
-        return self.workforce.scale(wanted)
-
-    def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
-        """Replace all workers, and yield each phase; see `Administrator`."""
-        return self.workforce.roll(order)
-
     async def shift(self, successor: str) -> None:
         """Let routers send new requests elsewhere; see `Administrator`."""
         try:
@@ -220,7 +218,7 @@ class Cluster:
 
     async def _shift(self, successor: str) -> None:
         await self._written.write_cluster(successor=successor)
-        self._members.shift_to(successor)
+        self._members.discovery.shift_to(successor)
 
     async def state(self) -> ClusterState:
         """Return the controller's state and that of all workers that are wanted."""
@@ -228,17 +226,11 @@ class Cluster:
         assert leases is not None
         return state_of(
             self._name,
-            *(journal, leases, self._members),
+            journal,
+            leases,
+            self._members,
             uptime_seconds=time.monotonic() - self._made,
         )
-
-    async def arm(self, worker: str, faults: Sequence[Fault]) -> None:
-        """Inject these faults into a worker's present incarnation, if it was built for faults."""
-        await self._supervisors[worker].arm(faults)
-
-    async def faults_fired(self, worker: str) -> int:
-        """Return how many of the faults that were last armed in that worker have happened."""
-        return await self._supervisors[worker].faults_fired()
 
     # What the supervisors call, as `Watcher` says.
 
@@ -285,11 +277,7 @@ class Cluster:
         self._supervisors.pop(name, None)
         await self._written.remove_worker(name)
         self._placement.give_back(name)
-        self._members.notify()
-
-    def turn_to_drain(self, info: WorkerInfo) -> AbstractAsyncContextManager[None]:
-        """Wait until few enough other workers of its role drain or are missing."""
-        return self._turns.turn(info)
+        self._members.publish()
 
     def _wanted_roles(self) -> list[WorkerRole]:
         """Return the roles of the workers that are to stay; any thread may call this."""
@@ -370,10 +358,14 @@ class Cluster:
         """Take over the previous controller's workers, and finish what it had begun."""
         adoption = WorkerAdoption(journal, self._placement, self._plan.namespace)
         await adoption.run(self._configs.of_record, self._supervise, self._told.was_known)
-        self.workforce.resume(adoption.reserved)
+        self.workforce.reserved = adoption.reserved
+        if journal.cluster.change is not None:
+            self._scaling.resume(journal.cluster.change)
+        if journal.cluster.roll is not None:
+            self._rolling.resume(journal.cluster.roll)
 
     @property
-    def _told(self) -> RecordedDeaths:
+    def _told(self) -> Deaths:
         """The record of deaths that workers are told of."""
         assert self._deaths is not None, "the cluster was not started"
         return self._deaths
@@ -383,3 +375,12 @@ class Cluster:
         """The journal, which a successor reads."""
         assert self._journal is not None, "the cluster was not started"
         return self._journal
+
+
+def end_broken_process() -> None:
+    """End this process at once, because nothing renews its workers' leases any more.
+
+    A detached controller's next process takes the workers over; those of `kvrelay serve` end.
+    """
+    logging.shutdown()
+    os._exit(BROKEN)

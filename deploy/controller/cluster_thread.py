@@ -13,15 +13,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from prometheus_client.registry import Collector
 
 from kvrelay.deploy.bounded_waits import finished
-from kvrelay.deploy.controller.broken_process import end_broken_process
-from kvrelay.deploy.controller.cluster import Cluster
-from kvrelay.deploy.controller.operators.admin_service import DrainStep, RollOrder, ScaleStep
+from kvrelay.deploy.controller.cluster import Cluster, end_broken_process
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.router.discovery import Discovery, StaticDiscovery
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import CannotShift
 from kvrelay.wire.cluster_state import ClusterState
-from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from kvrelay.wire.worker_info import WorkerInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,8 +54,16 @@ class ClusterThread:
             on_progress=lambda progress: self._tell(on_progress, progress),
             on_broken=end_broken_process,
         )
-        self._discovery = StaticDiscovery()
-        self._workers: Mapping[str, WorkerInfo] = MappingProxyType({})
+        # Of `Administrator`: a call is carried out on the supervisors' loop.
+        self.drain = self._across(self._cluster.drain)
+        self.scale = self._across(self._cluster.scale)
+        self.roll = self._across(self._cluster.roll)
+        self.discovery = StaticDiscovery()
+        """The list of workers that the router reads."""
+        self.workers: Mapping[str, WorkerInfo] = MappingProxyType({})
+        """The live incarnations by worker name, as `discovery` lists them."""
+        self.metrics: Collector = self._cluster.metrics.registry
+        """Metrics of the workers' starts, drains and ends; any thread may read them."""
 
     async def __aenter__(self) -> Self:
         """Start every worker. Raises the errors of `Cluster.start`; nothing is then left."""
@@ -83,36 +89,6 @@ class ClusterThread:
     ) -> None:
         await self._end()
 
-    @property
-    def discovery(self) -> Discovery:
-        """The list of workers that the router reads."""
-        return self._discovery
-
-    @property
-    def workers(self) -> Mapping[str, WorkerInfo]:
-        """The live incarnations by worker name, as `discovery` lists them."""
-        return self._workers
-
-    @property
-    def metrics(self) -> Collector:
-        """Metrics of the workers' starts, drains and ends; any thread may read them."""
-        return self._cluster.metrics.registry
-
-    async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase; see `Administrator`."""
-        async for step in self._steps(self._cluster.drain(worker, remove=remove)):
-            yield step
-
-    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
-        """Add and remove workers, and yield each phase; see `Administrator`."""
-        async for step in self._steps(self._cluster.scale(wanted)):
-            yield step
-
-    async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
-        """Replace all workers, and yield each phase; see `Administrator`."""
-        async for step in self._steps(self._cluster.roll(order)):
-            yield step
-
     async def shift(self, successor: str) -> None:
         """Raise CannotShift: the router ends with the cluster; see `Administrator`."""
         raise CannotShift("this cluster has its router in its own process, and ends with it")
@@ -121,16 +97,21 @@ class ClusterThread:
         """Return the controller's state and that of all workers that are wanted."""
         return await self.call(Cluster.state)
 
-    async def _steps(self, steps: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Yield each step of an iterator that runs on the supervisors' loop."""
+    def _across(self, steps_of: Callable[P, AsyncIterator[T]]) -> Callable[P, AsyncIterator[T]]:
+        """Return a function for the caller's loop; the supervisors' loop makes its steps."""
 
-        async def next_step() -> T | None:
-            step = await anext(steps, None)
-            self._hand_over()  # before the step arrives, which is a consequence
-            return step
+        async def across(*args: P.args, **kwargs: P.kwargs) -> AsyncIterator[T]:
+            steps = steps_of(*args, **kwargs)
 
-        while (step := await self._run(next_step())) is not None:
-            yield step
+            async def next_step() -> T | None:
+                step = await anext(steps, None)
+                self._hand_over()  # before the step arrives, which is a consequence
+                return step
+
+            while (step := await self._run(next_step())) is not None:
+                yield step
+
+        return across
 
     async def call(
         self,
@@ -138,7 +119,7 @@ class ClusterThread:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call a method of the cluster, as ``call(Cluster.arm, worker, faults)``."""
+        """Call a method or another function of the cluster, as ``call(Cluster.state)``."""
         return await self._run(method(self._cluster, *args, **kwargs))
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -195,8 +176,8 @@ class ClusterThread:
         awaited: Sequence[WorkerInfo],
         workers: dict[str, WorkerInfo],
     ) -> None:
-        self._workers = MappingProxyType(workers)
-        self._discovery.replace(endpoints, awaited)
+        self.workers = MappingProxyType(workers)
+        self.discovery.replace(endpoints, awaited)
 
     def _fail(self, error: BaseException) -> None:
         """Report why the thread ends: it was cancelled, or an error has ended it."""

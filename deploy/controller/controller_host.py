@@ -13,8 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from kvrelay.deploy.controller.broken_process import end_broken_process
-from kvrelay.deploy.controller.cluster import Cluster
+from kvrelay.deploy.controller.cluster import Cluster, end_broken_process
 from kvrelay.deploy.controller.controller_spec import FAILED, SPEC, WHERE, ControllerSpec
 from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
 from kvrelay.deploy.controller.records.key_value_store import KeyValueStore
@@ -101,10 +100,7 @@ class ControllerHost:
 
     async def process(self) -> ProcessIdentity | None:
         """Return this process's identity on its machine; None where the system does not tell it."""
-        try:
-            return ProcessIdentity.of_this_process()
-        except OSError:
-            return None
+        return ProcessIdentity.of_this_process()
 
     def make_store(self) -> KeyValueStore:
         """Make the cluster's store."""

@@ -14,7 +14,6 @@ from kvrelay.deploy.controller.controller_host import ControllerHost, Controller
 from kvrelay.deploy.controller.controller_spec import SPEC, ControllerSpec
 from kvrelay.deploy.controller.records.journal import read_records
 from kvrelay.deploy.controller.records.key_value_store import KeyValueStore
-from kvrelay.deploy.controller.records.records import WorkerRecord
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.left_over import end_left_over, named_actor
 from kvrelay.deploy.nodes.local_ray import ray
@@ -186,8 +185,7 @@ async def end_cluster(store: KeyValueStore, namespace: str) -> bool:
     if process is not None:
         await process.end(_END_SECONDS)
     left = await asyncio.to_thread(_names_of_detached_actors, namespace)
-    records = [WorkerRecord(name, WorkerRole.DECODE) for name in left if name != CONTROLLER]
-    await end_left_over(namespace, records)
+    await end_left_over(namespace, {name: None for name in left if name != CONTROLLER})
     groups = await asyncio.to_thread(find_groups, namespace)
     for group in groups.values():
         ray.util.remove_placement_group(group)

@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar
 from kvrelay.deploy.examination.examiner import GIVE_UP_SECONDS, Examiner, Reading
 from kvrelay.deploy.examination.facts import NodeFacts
 from kvrelay.deploy.examination.findings import Node, NodePair
-from kvrelay.deploy.examination.rounds import rounds
 from kvrelay.deploy.nodes.local_ray import NodeAffinitySchedulingStrategy, ray
 from kvrelay.deploy.nodes.worker_actor import reason_of
 from kvrelay.wire.agent_description import AgentDescription
@@ -170,3 +169,16 @@ def _why(error: Exception) -> str:
     if isinstance(error, ray.exceptions.RayTaskError):
         return reason_of(error)
     return next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+
+
+def rounds(number: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield every pair of `number` nodes once, in rounds as in a round-robin tournament.
+
+    The first one keeps its place, and the others move on by one after each round.
+    """
+    players = list(range(number + number % 2))
+    half = len(players) // 2
+    for _ in range(len(players) - 1):
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < number]
+        players.insert(1, players.pop())

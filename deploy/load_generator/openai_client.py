@@ -128,35 +128,6 @@ class CompletionsClient:
                 log.take(json.loads(data), self._clock.now())
 
 
-def remote_prefill(session: aiohttp.ClientSession, base_url: str) -> Prepare:
-    """Return a step that lets vLLM's prefill instance compute the prompt, as vLLM's proxy does.
-
-    The returned fields tell the decode instance where the KV lies.
-    """
-
-    async def prepare(body: Body) -> Body:
-        asked = {
-            **body,
-            "max_tokens": 1,
-            "stream": False,
-            "stream_options": None,
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-                "remote_block_ids": None,
-                "remote_host": None,
-                "remote_port": None,
-            },
-        }
-        async with session.post(f"{base_url}/v1/completions", json=asked) as response:
-            await check_status(response)
-            answer = await response.json()
-        return {"kv_transfer_params": answer["kv_transfer_params"]}
-
-    return prepare
-
-
 def completion_body(model: str, token_ids: list[int], output_len: int) -> Body:
     """Make a greedy request of exactly `output_len` tokens: weights must not change the work."""
     return {

@@ -60,19 +60,9 @@ class ConvertedModels:
         return folder
 
     def _build(self, folder: Path, source: Path, source_sha256: str, dtype: str) -> None:
-        """Convert into another folder, then rename it to `folder`. Needs the lock."""
-        aside = folder.with_name(folder.name + ".part")
-        # A conversion that was killed may have left it.
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        try:
-            made = aside / folder.name
+        with made_aside(folder) as made:
             self._convert(source, made, dtype)
             _write_manifest(made, source_sha256)
-            shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
 
 def sha256_of(path: Path) -> str:
@@ -100,6 +90,24 @@ def _is_sound(folder: Path, source_sha256: str) -> bool:
         return all(sha256_of(folder / name) == digest for name, digest in manifest["files"].items())
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
+
+
+@contextmanager
+def made_aside(folder: Path) -> Iterator[Path]:
+    """Open a context to make another folder, which gets this name when all is well.
+
+    The caller holds the folder's lock.
+    """
+    aside = folder.with_name(folder.name + ".part")
+    shutil.rmtree(aside, ignore_errors=True)  # a process that was killed may have left it
+    aside.mkdir()
+    try:
+        made = aside / folder.name
+        yield made
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager

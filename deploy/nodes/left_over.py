@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
-from kvrelay.deploy.controller.records.records import WorkerRecord
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity, WorkerProcess
 
@@ -15,18 +14,18 @@ _ANSWER_SECONDS: Final = 5.0
 _END_SECONDS: Final = 10.0
 
 
-async def end_left_over(namespace: str, records: Sequence[WorkerRecord]) -> None:
+async def end_left_over(namespace: str, workers: Mapping[str, ProcessIdentity | None]) -> None:
     """End these workers' actors for good, and their processes where they can be observed.
 
     Workers that have ended are left alone.
 
     Args:
         namespace: Ray's namespace of the actors; empty: they have ended with their controller.
-        records: the workers' records.
+        workers: the workers' latest known processes, by name; None: none is known.
     """
     if not namespace:
         return
-    await asyncio.gather(*(_end(namespace, record) for record in records))
+    await asyncio.gather(*(_end(namespace, *worker) for worker in workers.items()))
 
 
 def named_actor(namespace: str | None, name: str) -> Any | None:
@@ -42,9 +41,8 @@ def named_actor(namespace: str | None, name: str) -> Any | None:
         return None
 
 
-async def _end(namespace: str, record: WorkerRecord) -> None:
-    identity = None if record.started is None else record.started.process
-    actor = await asyncio.to_thread(named_actor, namespace, record.name)
+async def _end(namespace: str, name: str, identity: ProcessIdentity | None) -> None:
+    actor = await asyncio.to_thread(named_actor, namespace, name)
     if actor is not None:
         identity = await _identity(actor) or identity
         with contextlib.suppress(ray.exceptions.RayError):

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from kvrelay.deploy.errors import ModelError
-from kvrelay.deploy.nodes.converted import locked, sha256_of
+from kvrelay.deploy.nodes.converted import locked, made_aside, sha256_of
 from kvrelay.deploy.nodes.local_ray import NodeAffinitySchedulingStrategy, ray
-from kvrelay.deploy.nodes.models import CHECKPOINT_FILES
+from kvrelay.deploy.nodes.models import CHECKPOINT_FILES, ModelFolder
 from kvrelay.deploy.nodes.ray_places import check_name_is_free, name_is_taken
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity
+from kvrelay.deploy.start_progress import StartProgress
 
 SOURCE: Final = "model-source"
 """The actor's name, in the cluster's namespace."""
@@ -44,6 +45,21 @@ def files_of(checkpoint: Path) -> Files:
     return {name: sha256_of(checkpoint / name) for name in wanted}
 
 
+def with_digests(model: ModelFolder, progress: StartProgress) -> ModelFolder:
+    """Return the model with the digests of its files, by which nodes recognise a copy."""
+    with progress.step("model", f"{model.name}: reading its digests") as step:
+        files = files_of(model.path)
+        drafts = {} if model.draft_path is None else files_of(model.draft_path)
+        step.say("nodes that lack it get a copy")
+    return replace(model, files=files, draft_files=drafts)
+
+
+def checkpoints_of(model: ModelFolder) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints of a model that has the digests of its files."""
+    draft = () if model.draft_path is None else ((model.draft_path, model.draft_files),)
+    return ((model.path, model.files), *draft)
+
+
 class ModelSource:
     """The actor that reads checkpoints on the machine of the command that has found them.
 
@@ -62,10 +78,7 @@ class ModelSource:
 
     def process(self) -> ProcessIdentity | None:
         """Return this process's identity on its machine; None where the system does not tell it."""
-        try:
-            return ProcessIdentity.of_this_process()
-        except OSError:
-            return None
+        return ProcessIdentity.of_this_process()
 
 
 @contextmanager
@@ -144,24 +157,18 @@ def _is_there(folder: Path, files: Files) -> bool:
 
 
 def _fetch(folder: Path, digest: str, files: Files) -> None:
-    """Copy into another folder, then rename it to `folder`. Needs the lock."""
-    aside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(aside, ignore_errors=True)  # a copy that was killed may have left it
-    aside.mkdir()
     try:
         source = ray.get_actor(SOURCE)
+    except ValueError as error:
+        raise ModelError(f"--model: nobody offers {folder.name} to this node any more") from error
+    with made_aside(folder) as made:
+        made.mkdir()
         for name, expected in files.items():
-            with (aside / name).open("wb") as file:
+            with (made / name).open("wb") as file:
                 for piece in _pieces(source, digest, name):
                     file.write(piece)
-            if sha256_of(aside / name) != expected:
+            if sha256_of(made / name) != expected:
                 raise ModelError(f"--model: {name} has changed since the cluster was started")
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    except ValueError as error:  # of get_actor
-        raise ModelError(f"--model: nobody offers {folder.name} to this node any more") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _pieces(source: Any, digest: str, name: str) -> Iterator[bytes]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from kvrelay.deploy.errors import ModelError
 from kvrelay.deploy.nodes.converted import ConvertedModels, sha256_of
 from kvrelay.deploy.options.environment import Environment
-from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL, ServeOptions
+from kvrelay.deploy.start_progress import StartProgress
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 CHECKPOINT_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
@@ -76,6 +77,32 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
 def users_models() -> ConvertedModels:
     """Return the cache of converted models that all of the user's clusters share."""
     return ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
+
+
+def find_model(options: ServeOptions, progress: StartProgress) -> ModelFolder:
+    """Find the checkpoints that the options name; convert them if need be."""
+    converted = users_models()
+    with progress.step("model", options.model) as step:
+        model = resolve_model(options.model, options.dtype, converted, step.say)
+        step.say(model.name)
+    return replace(
+        model,
+        name=options.model_name or model.name,
+        draft_path=_find_draft(options, progress, converted),
+    )
+
+
+def _find_draft(
+    options: ServeOptions, progress: StartProgress, converted: ConvertedModels
+) -> Path | None:
+    if options.draft_model is None:
+        return None
+    with progress.step("draft model", options.draft_model) as step:
+        model = resolve_model(
+            options.draft_model, options.dtype, converted, step.say, option="--draft-model"
+        )
+        step.say(model.name)
+    return model.path
 
 
 def resolve_model(

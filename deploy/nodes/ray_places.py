@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from kvrelay.deploy.controller.records.records import ActorPlace
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import OWN_RAY, PlacementGroupSchedulingStrategy, ray
 from kvrelay.deploy.nodes.named_groups import find_groups, group_name
 from kvrelay.deploy.nodes.nearness import Crowd, labels_near
+from kvrelay.deploy.nodes.started_worker import ActorPlace
 from kvrelay.deploy.options.machine_options import MachineOptions, Nodes, Spread
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerRole

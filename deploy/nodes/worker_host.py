@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from kvrelay.deploy.controller.records.records import Started
 from kvrelay.deploy.logs import add_to_log, set_up_log
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.numa import NumaHome, keep_to_one_node
 from kvrelay.deploy.nodes.on_node import on_this_node
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity, WorkerProcess
 from kvrelay.deploy.stop_signals import TermSignal
@@ -47,7 +47,7 @@ class HostedWorker(Protocol):
     async def stop(self) -> None:
         """End every request and free everything."""
 
-    def drain(self) -> None:
+    def begin_drain(self) -> None:
         """Take no more requests; finish the present ones, or let other workers take them over."""
 
     async def draining(self) -> None:
@@ -87,33 +87,23 @@ class HostedWorker(Protocol):
 BuildWorker = Callable[[WorkerConfig], HostedWorker]
 
 
-# Each imports its role's room only when it is called, in the worker's process: the process
-# that starts the cluster needs none of them.
+def _build_worker(config: WorkerConfig) -> HostedWorker:
+    """Build a worker of any role.
 
-
-def _build_prefill(config: WorkerConfig) -> HostedWorker:
-    from kvrelay.prefill_worker.worker import build
-
+    A role's room is imported here, in the worker's process: the process that starts the cluster
+    needs none of them.
+    """
+    match config.role:
+        case WorkerRole.PREFILL:
+            from kvrelay.prefill_worker.worker import build
+        case WorkerRole.DECODE:
+            from kvrelay.decode_worker.worker import build
+        case WorkerRole.AGGREGATED:
+            from kvrelay.aggregated_worker.worker import build
     return build(config)
 
 
-def _build_decode(config: WorkerConfig) -> HostedWorker:
-    from kvrelay.decode_worker.worker import build
-
-    return build(config)
-
-
-def _build_aggregated(config: WorkerConfig) -> HostedWorker:
-    from kvrelay.aggregated_worker.worker import build
-
-    return build(config)
-
-
-BUILDERS: Final[dict[WorkerRole, BuildWorker]] = {
-    WorkerRole.PREFILL: _build_prefill,
-    WorkerRole.DECODE: _build_decode,
-    WorkerRole.AGGREGATED: _build_aggregated,
-}
+BUILDERS: Final[dict[WorkerRole, BuildWorker]] = dict.fromkeys(WorkerRole, _build_worker)
 """The function that builds a role's worker, which is not started yet."""
 
 
@@ -184,10 +174,7 @@ class WorkerHost:
 
     async def process(self) -> ProcessIdentity | None:
         """Return this process's identity on its machine; None where the system does not tell it."""
-        try:
-            return ProcessIdentity.of_this_process()
-        except OSError:
-            return None
+        return ProcessIdentity.of_this_process()
 
     async def end_process(self, identity: ProcessIdentity) -> bool:
         """End an earlier process of this worker, and wait until it has ended.
@@ -233,14 +220,14 @@ class WorkerHost:
             worker.lease.renew(renewal)
         return worker.lease.stamp()
 
-    async def drain(self, incarnation: str) -> None:
+    async def begin_drain(self, incarnation: str) -> None:
         """Begin to drain the worker; when that is done, the process ends by itself.
 
         SIGTERM does the same. Does nothing in a process that is not this incarnation's.
         """
         worker = self._worker_of(incarnation)
         if worker is not None:
-            worker.drain()
+            worker.begin_drain()
 
     async def draining(self, incarnation: str) -> bool:
         """Wait until the worker drains, for any reason.
@@ -346,7 +333,7 @@ class WorkerHost:
         await self.sigterm.received()
         if self._worker is not None and not self._stopping:
             _log.warning("SIGTERM: the worker drains")
-            self._worker.drain()
+            self._worker.begin_drain()
             await self.sigterm.received()
         os._exit(128 + signal.SIGTERM)
 

@@ -33,9 +33,12 @@ class ProcessIdentity:
     """The time of its start, since the boot: another process may get the same pid later."""
 
     @classmethod
-    def of_this_process(cls) -> Self:
-        """Return the caller's own identity. Raises OSError where /proc does not tell it."""
-        return cls.of(os.getpid())
+    def of_this_process(cls) -> Self | None:
+        """Return the caller's own identity; None where /proc does not tell it."""
+        try:
+            return cls.of(os.getpid())
+        except OSError:
+            return None
 
     @classmethod
     def of(cls, pid: int) -> Self:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -10,80 +13,68 @@ from kvrelay.deploy.options.listen_address import Address
 from kvrelay.deploy.options.sizes import parse_size
 from kvrelay.options.memory_share import MemoryShare
 
+T = TypeVar("T")
 
-class SizeParam(click.ParamType[int]):
-    """An amount of memory: ``512MiB``, ``2GiB`` or plain bytes."""
 
-    name = "size"
+class ParsedParam(click.ParamType[T]):
+    """A value that a function reads from its text.
 
-    def convert(
-        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """Return the number of bytes."""
-        if isinstance(value, int):
+    Args:
+        name: the form of the text, for the help.
+        parse: reads the text. It raises ValueError, whose message ends the command.
+        kinds: the types of values that are taken as they are.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], T], *kinds: type) -> None:
+        self.name = name
+        self._parse = parse
+        self._kinds = kinds
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value."""
+        if isinstance(value, self._kinds):
             return value
         try:
-            return parse_size(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class MemoryParam(click.ParamType[int | MemoryShare]):
-    """An amount of memory, or a part of a device's: ``auto``, ``0.85`` or ``85%``."""
-
-    name = "size|share|auto"
-
-    def convert(
-        self,
-        value: str | int | MemoryShare,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> int | MemoryShare:
-        """Return the number of bytes, or the share."""
-        if isinstance(value, int | MemoryShare):
-            return value
-        try:
-            return MemoryShare.parse(value) or parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def comma_list(name: str, parse: Callable[[str], T]) -> ParsedParam[tuple[T, ...]]:
+    """Return the type of one or more values between commas, each read by `parse`."""
+    return ParsedParam(name, lambda text: tuple(parse(one) for one in text.split(",")), tuple)
 
 
-class AddressParam(click.ParamType[Address]):
-    """``host:port``."""
-
-    name = "host:port"
-
-    def convert(
-        self, value: str | Address, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Address:
-        """Return the address, parsed but not yet bound."""
-        if isinstance(value, Address):
-            return value
-        try:
-            return Address.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _parse_switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError(f"{text!r} is neither on nor off")
+    return text == "on"
 
 
-class SwitchParam(click.ParamType[bool]):
-    """``on`` or ``off``."""
-
-    name = "on|off"
-
-    def convert(
-        self, value: str | bool, param: click.Parameter | None, ctx: click.Context | None
-    ) -> bool:
-        """Return whether the switch is on."""
-        if isinstance(value, bool):
-            return value
-        if value not in ("on", "off"):
-            self.fail(f"{value!r} is neither on nor off", param, ctx)
-        return value == "on"
+def _positive_int(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
-SIZE = SizeParam()
-MEMORY = MemoryParam()
-SWITCH = SwitchParam()
-ADDRESS = AddressParam()
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _parse_memory(text: str) -> int | MemoryShare:
+    return MemoryShare.parse(text) or parse_size(text)
+
+
+SIZE = ParsedParam("size", parse_size, int)
+"""An amount of memory: ``512MiB``, ``2GiB`` or plain bytes."""
+MEMORY = ParsedParam("size|share|auto", _parse_memory, int, MemoryShare)
+"""An amount of memory, or a part of a device's: ``auto``, ``0.85`` or ``85%``."""
+SWITCH = ParsedParam("on|off", _parse_switch, bool)
+ADDRESS = ParsedParam("host:port", Address.parse, Address)
+INTS = comma_list("n,...", _positive_int)
+FLOATS = comma_list("rate,...", _positive_float)
 FILE = click.Path(path_type=Path)
 """The type of a path; the code that reads the file checks it."""

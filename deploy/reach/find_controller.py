@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import click
 from kvrelay.deploy.errors import ClusterError, DeployError
 from kvrelay.deploy.options.listen_address import DEFAULT_ADMIN, Address
 from kvrelay.deploy.options.option_types import ADDRESS
+from kvrelay.deploy.reach.grpc_target import CommandAccess, connected
+from kvrelay.v1 import admin_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,16 @@ class Controller:
         if self.address is not None:
             return self.address
         return _ask_head(self.ray_address, self.cluster_name)
+
+    @contextmanager
+    def connected(
+        self, access: CommandAccess, stub: Any = admin_pb2_grpc.AdminServiceStub
+    ) -> Iterator[Any]:
+        """Open a context with a stub of a service of it, as the function of this name does."""
+        address = self.find()
+        access.check(address)
+        with connected(address, access.credentials(), stub) as service:
+            yield service
 
     def __str__(self) -> str:
         if self.address is not None:

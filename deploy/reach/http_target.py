@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 import aiohttp
-import click
 
 from kvrelay.deploy.errors import DeployError, OptionError
 from kvrelay.deploy.options.listen_address import Address
-from kvrelay.deploy.options.option_types import ADDRESS
+from kvrelay.deploy.options.option_types import ParsedParam
 from kvrelay.deploy.reach.grpc_target import CommandAccess
 from kvrelay.net.addresses import is_loopback
 
@@ -75,39 +74,11 @@ class HttpTarget:
         return True
 
 
-class HttpTargetParam(click.ParamType[HttpTarget]):
-    """A URL of an OpenAI server."""
-
-    name = "url"
-
-    def convert(
-        self, value: str | HttpTarget, param: click.Parameter | None, ctx: click.Context | None
-    ) -> HttpTarget:
-        """Return the URL, parsed."""
-        if isinstance(value, HttpTarget):
-            return value
-        try:
-            return HttpTarget.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _parse_target(text: str) -> Address | HttpTarget:
+    return HttpTarget.parse(text) if "://" in text else Address.parse(text)
 
 
-class TargetParam(click.ParamType[Any]):
-    """``host:port`` for gRPC, or a URL for HTTP."""
-
-    name = "host:port|url"
-
-    def convert(
-        self,
-        value: str | Address | HttpTarget,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Address | HttpTarget:
-        """Return the address or the URL."""
-        if isinstance(value, str) and "://" in value:
-            return HTTP_TARGET.convert(value, param, ctx)
-        return value if isinstance(value, HttpTarget) else ADDRESS.convert(value, param, ctx)
-
-
-HTTP_TARGET = HttpTargetParam()
-TARGET = TargetParam()
+HTTP_TARGET = ParsedParam("url", HttpTarget.parse, HttpTarget)
+"""A URL of an OpenAI server."""
+TARGET = ParsedParam("host:port|url", _parse_target, Address, HttpTarget)
+"""``host:port`` for gRPC, or a URL for HTTP."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.deploy.controller.controller_metrics import METRICS as CONTROLLER_METRICS
+from kvrelay.deploy.controller.supervision.controller_metrics import METRICS as CONTROLLER_METRICS
 from kvrelay.engine.scheduler.metrics import METRICS as WORKER_METRICS
 from kvrelay.observe.metric_declarations import Metric, MetricTable
 from kvrelay.router.metrics import METRICS as ROUTER_METRICS

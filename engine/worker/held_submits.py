@@ -66,7 +66,7 @@ class HeldSubmits:
             return
         _end(held, EndReason.ABORTED)
 
-    def drain(self) -> None:
+    def retract_all(self) -> None:
         """Retract the held submissions: routers submit them to other workers.
 
         Nothing is held from now on: the engine, which drains, retracts later submissions.

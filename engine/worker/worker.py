@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,7 +24,6 @@ from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
 from kvrelay.engine.worker.black_box import BlackBox
 from kvrelay.engine.worker.kv_events import KVEvents
 from kvrelay.engine.worker.loading import LoadedModel, load_model
-from kvrelay.engine.worker.quarantine import QuarantineLimit
 from kvrelay.engine.worker.submit_rules import SubmitRules
 from kvrelay.engine.worker.weights_read import WeightsRead, weight_bytes
 from kvrelay.engine.worker.worker_lease import WorkerLease, lease_clock
@@ -151,7 +151,7 @@ class Worker:
         """The share of its weights that it has read, from 0 to 1."""
         return self._weights_read.share
 
-    def drain(self) -> None:
+    def begin_drain(self) -> None:
         """Take no more requests; after the grace, retract those that can go on elsewhere.
 
         A drain cannot be undone, and further calls change nothing. The worker must still be
@@ -162,7 +162,7 @@ class Worker:
         self._draining.set()
         post = self._parts.inbox.post
         post(Drain(lambda: self._loop.call_soon_threadsafe(self._drained.set)))
-        self._service.drain()
+        self._service.retract_held()
         self._loop.call_later(self._config.drain_grace, post, RetractForDrain())
 
     async def quarantine_too_old(self) -> None:
@@ -176,7 +176,7 @@ class Worker:
         limit = self._config.quarantine_limit
         logger.error("memory is in quarantine for over %g s, so the worker drains", limit)
         self._parts.metrics.count(QUARANTINE_DRAINS)
-        self.drain()
+        self.begin_drain()
         return True
 
     async def draining(self) -> None:
@@ -318,3 +318,44 @@ def _exporter(
         },
         lambda fate, spans: metrics.count(SPANS, spans, fate=fate.value),
     )
+
+
+_LOOKS = 10
+"""How often the quarantine's age is checked within the limit."""
+
+
+class QuarantineLimit:
+    """The longest time that memory may be in quarantine.
+
+    A fence that has not passed for so long will not pass, so the memory is lost until the worker is
+    restarted.
+
+    Args:
+        metrics: knows the age of the quarantine, as of the engine's latest pass.
+        seconds: the longest time in quarantine; 0: no limit.
+        run_a_pass: returns after the engine has run a whole pass, or a part of one.
+    """
+
+    def __init__(
+        self, metrics: WorkerMetrics, seconds: float, run_a_pass: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._metrics = metrics
+        self._seconds = seconds
+        self._run_a_pass = run_a_pass
+
+    async def exceeded(self) -> None:
+        """Wait until memory is in quarantine for too long, which may be never."""
+        if not self._seconds:
+            await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(self._seconds / _LOOKS)
+            if await self.is_exceeded():
+                return
+
+    async def is_exceeded(self) -> bool:
+        """Whether memory is in quarantine for too long now."""
+        if self._metrics.quarantine_age > self._seconds:
+            # The first pass may be a part of one; the second is whole and finds passed fences.
+            await self._run_a_pass()
+            await self._run_a_pass()
+        return self._metrics.quarantine_age > self._seconds

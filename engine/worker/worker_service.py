@@ -26,14 +26,14 @@ from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.worker.black_box import posthumous_ends
 from kvrelay.engine.worker.held_submits import HeldSubmits, Prepare
 from kvrelay.engine.worker.load_reports import PacedLink
-from kvrelay.engine.worker.owner_listing import page_owners
 from kvrelay.engine.worker.service_checks import check_incarnation, check_version, first_message
 from kvrelay.engine.worker.submit_rules import SubmitRules, submit_command
+from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.observe.spans import SpanSink
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS, PAGE_OWNERS
 from kvrelay.wire.output import EndReason, EngineOutputs, RequestEnd, RequestOutput
-from kvrelay.wire.page_owners import PageOwners
+from kvrelay.wire.page_owners import OwnedPages, PageOwners, PoolOwners
 from kvrelay.wire.submit import (
     AttachHello,
     CancelRequest,
@@ -78,9 +78,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._rules = rules
         self._links: set[RouterLink] = set()
 
-    def drain(self) -> None:
+    def retract_held(self) -> None:
         """Make routers submit requests that wait for a grammar to other workers."""
-        self._submits.drain()
+        self._submits.retract_all()
 
     def close(self) -> None:
         """End the routers' streams after what is already in them."""
@@ -201,3 +201,20 @@ def _refuse(submit: worker_pb2.SubmitRequest, link: RouterLink, error: str) -> N
     key = RequestKey(link.router, submit.request_id, submit.attempt, submit.first_choice)
     end = RequestEnd(EndReason.FAILED, error=error)
     link.deliver(EngineOutputs((RequestOutput(key, 0, end=end),)))
+
+
+def page_owners(kv_cache: KVCacheManager) -> PageOwners:
+    """List every page of every pool, in runs of one owner."""
+    return PageOwners(
+        tuple(
+            PoolOwners(shape.name, tuple(_owned_pages(kv_cache, pool)))
+            for pool, shape in enumerate(kv_cache.shape.pools)
+        )
+    )
+
+
+def _owned_pages(kv_cache: KVCacheManager, pool: int) -> list[OwnedPages]:
+    return [
+        OwnedPages(run.first_page, run.num_pages, run.owner.name.lower(), run.holder)
+        for run in kv_cache.audit.owner_runs(pool)
+    ]

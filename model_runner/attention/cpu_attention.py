@@ -115,11 +115,6 @@ class CpuAttention:
         )
         return device.type == "cpu" and known
 
-    @staticmethod
-    def is_invariant(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether there are, and products of this dtype are batch invariant."""
-        return CpuAttention.runs(device, dtype) and dtype is not torch.float16
-
     def plan(self, batch: ForwardBatch, page_table: Int32Array) -> CpuStepAttention:
         """Sort the sequences of `batch`: few new tokens run as in decode, many in tiles."""
         return CpuStepAttention(self, batch, page_table)

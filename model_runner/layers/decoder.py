@@ -13,7 +13,7 @@ from kvrelay.model_runner.attention.backend import AttentionBackend, StepAttenti
 from kvrelay.model_runner.batch import ForwardBatch, fill_input_ids, input_ids_on
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
-from kvrelay.model_runner.layers.elementwise import Elementwise, Rotation, softcap
+from kvrelay.model_runner.layers.elementwise import Elementwise, Rotation
 from kvrelay.model_runner.layers.feed_forward import make_feed_forward
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.linear import LinearFactory
@@ -109,7 +109,9 @@ class Decoder:
         self._elementwise = elementwise
         loader = WeightLoader(config, checkpoint, elementwise, linears)
         self._rotaries = {
-            layer.rope: RotaryEmbedding(layer.rope, config.attention.rotary_dim, device)
+            layer.rope: RotaryEmbedding(
+                layer.rope, config.attention.rotary_dim, device, elementwise
+            )
             for layer in config.layers
         }
         vocabulary = (config.vocab_size, config.hidden_size)
@@ -170,4 +172,4 @@ class Decoder:
         normed, _ = self._norm.add(hidden)
         logits = self._head(normed).to(torch.float32)
         most = self._config.final_logit_softcapping
-        return logits if most is None else softcap(logits, most)
+        return logits if most is None else self._elementwise.softcap(logits, most)

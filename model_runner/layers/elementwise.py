@@ -1,11 +1,11 @@
 """Normalization, rotation and activation: in plain torch, and by compiled kernels on a CPU.
 
-FlashInfer's kernels for them are behind the same seam, in `flashinfer_elementwise`.
+FlashInfer's kernels for them are behind the same seam, in `flashinfer_elementwise`; what
+--batch-invariant promises is kept by `invariant_elementwise`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -97,6 +97,15 @@ class Elementwise(Protocol):
         """Normalize each query and key head of ``heads [T, heads, D]`` in place."""
         ...
 
+    def find_rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+    ) -> Rotation:
+        """How ``positions [T]`` turn heads, all by `factor` longer.
+
+        ``frequencies [D / 2]`` are angles a position.
+        """
+        ...
+
     def prepare(self, rotation: Rotation) -> Rotation:
         """The rotation in the form that `rotate` takes in all layers of a forward."""
         ...
@@ -117,10 +126,17 @@ class Elementwise(Protocol):
         """The logistic function of ``x [T, N]`` float32."""
         ...
 
+    def softmax(self, x: torch.Tensor) -> torch.Tensor:
+        """The shares of each row of ``x [T, N]`` float32, which add up to 1."""
+        ...
 
-def softcap(logits: torch.Tensor, most: float) -> torch.Tensor:
-    """Bring logits into ``(-most, most)``."""
-    return torch.tanh(logits / most) * most
+    def softcap(self, x: torch.Tensor, most: float) -> torch.Tensor:
+        """``x [T, N]`` float32 brought into ``(-most, most)``."""
+        ...
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of each row of ``x [T, N]``: ``[T, 1]``."""
+        ...
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -154,6 +170,14 @@ class TorchElementwise:
         normed = heads[:, : len(weights.factors)]
         normed.copy_(rms_norm(normed, weights.factors, eps))
 
+    def find_rotation(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
+    ) -> Rotation:
+        """How ``positions [T]`` turn heads; ``frequencies [D / 2]`` are angles a position."""
+        angles = positions[:, None].to(torch.float32) * frequencies
+        cos, sin = (one * factor for one in (angles.cos(), angles.sin()))
+        return Rotation(cos, sin)
+
     def prepare(self, rotation: Rotation) -> Rotation:
         """The rotation as it is."""
         return rotation
@@ -180,34 +204,21 @@ class TorchElementwise:
         """The logistic function of ``x [T, N]``."""
         return x.sigmoid()
 
+    def softmax(self, x: torch.Tensor) -> torch.Tensor:
+        """The shares of each row of ``x [T, N]``, which add up to 1."""
+        return x.softmax(-1)
 
-class InvariantElementwise(TorchElementwise):
-    """The operations on a CPU, in any dtype; a row's result does not depend on the rows beside it.
+    def softcap(self, x: torch.Tensor, most: float) -> torch.Tensor:
+        """``x [T, N]`` brought into ``(-most, most)``."""
+        return torch.tanh(x / most) * most
 
-    torch computes silu, gelu and sigmoid by vector instructions, but the rest at the end of a
-    thread's part by scalar ones. Exponentials of the two differ in the last bit, and parts' ends
-    depend on all rows. torch's exp and tanh have no such difference. Sums, products and quotients
-    are exact to the last bit with any instructions.
-    """
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return gate / (torch.exp(-gate) + 1) * up
-
-    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        inner = (gate * gate * gate * 0.044715 + gate) * math.sqrt(2 / math.pi)
-        return gate * 0.5 * (torch.tanh(inner) + 1) * up
-
-    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
-        """The logistic function of ``x [T, N]``."""
-        return 1 / (torch.exp(-x) + 1)
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of each row of ``x [T, N]``: ``[T, 1]``."""
+        return x.sum(-1, keepdim=True)
 
 
-class CpuElementwise(InvariantElementwise):
-    """The operations in bfloat16 on a CPU: one compiled pass each, in float32, rounded at the end.
+class CpuElementwise(TorchElementwise):
+    """bfloat16 on a CPU: one compiled pass each, float32 inside, rounded once at the end.
 
     Threads share large passes. Products add to the residual themselves, so sums are not left to
     norms.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -121,14 +122,14 @@ class ExpertRouter:
         """``[T, hidden_size]`` to experts and weights, both ``[T, num_experts_per_tok]``."""
         logits = self._linear(x.to(torch.float32))
         if self._score_correction_bias is None:
-            scores = preference = logits.softmax(-1)
+            scores = preference = self._elementwise.softmax(logits)
         else:
             scores = self._elementwise.sigmoid(logits)
             preference = scores + self._score_correction_bias
         chosen = self._mask_other_groups(preference).topk(self._experts.num_experts_per_tok).indices
         weights = scores.gather(1, chosen)
         if self._experts.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (self._elementwise.sum_rows(weights) + 1e-20)
         return chosen, weights * self._experts.routed_scaling_factor
 
     def _mask_other_groups(self, preference: torch.Tensor) -> torch.Tensor:
@@ -137,7 +138,7 @@ class ExpertRouter:
         if experts.topk_group == experts.n_group:
             return preference
         grouped = preference.view(len(preference), experts.n_group, -1)
-        best = grouped.topk(2 if experts.noaux_tc else 1).values.sum(-1)
+        best = reduce(torch.add, grouped.topk(2 if experts.noaux_tc else 1).values.unbind(-1))
         kept = best.topk(experts.topk_group).indices
         left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
         return grouped.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch.nn import functional
 
 from kvrelay.cpu_kernels.arrays import address
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.cpu_kernels.lanes import LANES, has_bfloat16_products
+from kvrelay.cpu_kernels.lanes import LANES, LINE_BYTES, has_bfloat16_products
 from kvrelay.cpu_kernels.products.product import PAIRS, PANEL, Unit, multiply
+from kvrelay.cpu_kernels.products.product_float32 import multiply_float32
 from kvrelay.cpu_kernels.products.product_floats import has_float_products
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
-from kvrelay.model_runner.layers.batch_invariant import (
-    RowBounds,
-    RowwiseProduct,
-    find_row_bounds,
-)
+from kvrelay.mem_cache.pool import HUGE_PAGE, allocate_huge_pages
+from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.fp8_linear import (
     BlockScaledLinear,
     RowScaledLinear,
     fp8_products_lack,
 )
 from kvrelay.model_runner.layers.fp8_weight import Fp8Weight
-from kvrelay.model_runner.layers.weight_memory import WeightMemory
+
+BLOCK_BYTES: Final = 32 * HUGE_PAGE
+"""The bytes taken from the system at a time; a part that is never used takes no memory."""
+
+
+class WeightMemory:
+    """Memory for weights, one behind the other, in huge pages where the system has them.
+
+    With small pages a TLB miss comes every 4 KiB, and the processor's own prefetching ends there. A
+    single layer's weights are too small to get huge pages by themselves. Memory is free again when
+    all weights of a block are gone.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialized CPU memory that begins at a cache line."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        kept = -(-nbytes // LINE_BYTES) * LINE_BYTES
+        if len(self._free) < kept:
+            self._free = allocate_huge_pages(max(kept, BLOCK_BYTES))
+        taken, self._free = self._free[:nbytes], self._free[kept:]
+        return taken.view(dtype).view(shape)
+
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +109,7 @@ class PanelLinear:
         self._unit = _find_unit(self._inputs)
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
-        few_weights = weight.numel() < _SHARED_WEIGHTS
-        self._threads = KernelThreads(1) if few_weights else threads or KernelThreads()
+        self._threads = _threads_for(weight, threads)
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -99,9 +120,7 @@ class PanelLinear:
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
         """Whether the kernel serves for this weight."""
-        outputs, inputs = weight.shape
-        is_even = inputs > 0 and inputs % PAIRS == 0 and outputs % LANES == 0
-        return is_even and PanelLinear.runs(weight.device, weight.dtype)
+        return _fills_vectors(weight) and PanelLinear.runs(weight.device, weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, in]`` to ``[T, out]``."""
@@ -132,6 +151,18 @@ class PanelLinear:
         return out
 
 
+def _threads_for(weight: torch.Tensor, threads: KernelThreads | None) -> KernelThreads:
+    """The threads that multiply with this weight; None: as many as torch has now."""
+    few_weights = weight.numel() < _SHARED_WEIGHTS
+    return KernelThreads(1) if few_weights else threads or KernelThreads()
+
+
+def _fills_vectors(weight: torch.Tensor) -> bool:
+    """Whether kernels multiply with a weight of this shape."""
+    outputs, inputs = weight.shape
+    return inputs > 0 and inputs % PAIRS == 0 and outputs % LANES == 0
+
+
 def _find_unit(inputs: int) -> int:
     """The fastest `Unit` of this processor for so many inputs."""
     if not has_bfloat16_products():
@@ -155,12 +186,101 @@ def _torch_multiplies_bfloat16() -> bool:
 
 def _pack_panels(weight: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
     """``[out, in]`` to ``[panels, in / 2, PANEL, 2]``; outputs that the last one lacks are 0."""
-    outputs, inputs = weight.shape
-    panels = -(-outputs // PANEL)
-    if outputs % PANEL:
-        weight = functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
-    pairs = weight.view(panels, PANEL, inputs // 2, 2).transpose(1, 2)
+    pairs = _pad(weight, -len(weight) % PANEL, 0).view(-1, PANEL, weight.shape[1] // 2, 2)
+    pairs = pairs.transpose(1, 2)
     return memory.take(pairs.shape, weight.dtype).copy_(pairs)
+
+
+class FloatLinear:
+    """float32 on a CPU, of any processor: weights in panels for our own kernel.
+
+    A row's result depends neither on the rows beside it nor on the number of threads.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        memory: WeightMemory,
+        threads: KernelThreads | None = None,
+    ) -> None:
+        self._outputs, self._inputs = weight.shape
+        panels = _pad(weight, -self._outputs % PANEL, 0).view(-1, PANEL, self._inputs)
+        panels = panels.transpose(1, 2)
+        self._weight = memory.take(panels.shape, weight.dtype).copy_(panels)
+        self._bias = None if bias is None else bias.contiguous()
+        self._threads = _threads_for(weight, threads)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in]`` to ``[T, out]``."""
+        return self._multiply(x, 0)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``residual [T, out]`` plus the product."""
+        residual = residual.contiguous()
+        assert residual.shape == (x.shape[0], self._outputs)
+        return self._multiply(x, address(residual, torch.float32))
+
+    def _multiply(self, x: torch.Tensor, residual: int) -> torch.Tensor:
+        rows, inputs = x.shape
+        assert inputs == self._inputs
+        out = x.new_empty(rows, self._outputs)
+        multiply_float32(
+            self._threads.count,
+            address(x, torch.float32),
+            self._weight.data_ptr(),
+            0 if self._bias is None else address(self._bias, torch.float32),
+            residual,
+            out.data_ptr(),
+            rows,
+            self._inputs,
+            self._outputs,
+        )
+        return out
+
+
+class PaddedLinear:
+    """A product of a shape that kernels do not have: zeros are multiplied beside it.
+
+    Args:
+        weight: ``[out, in]``
+        bias: ``[out]``
+        make: makes the product of the padded ones.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        make: Callable[[torch.Tensor, torch.Tensor | None], Linear],
+    ) -> None:
+        self._outputs, inputs = weight.shape
+        self._more_outputs = _missing(self._outputs, LANES)
+        self._more_inputs = _missing(inputs, PAIRS)
+        bias = None if bias is None else functional.pad(bias, (0, self._more_outputs))
+        self._linear = make(_pad(weight, self._more_outputs, self._more_inputs), bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, in]`` to ``[T, out]``."""
+        return self._without_zeros(self._linear(_pad(x, 0, self._more_inputs)))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``residual [T, out]`` plus the product."""
+        residual, x = _pad(residual, 0, self._more_outputs), _pad(x, 0, self._more_inputs)
+        return self._without_zeros(self._linear.add_to(residual, x))
+
+    def _without_zeros(self, out: torch.Tensor) -> torch.Tensor:
+        return out[:, : self._outputs].contiguous()
+
+
+def _pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """With so many more rows and columns of zeros; itself if there are none."""
+    return functional.pad(matrix, (0, columns, 0, rows)) if rows or columns else matrix
+
+
+def _missing(count: int, multiple: int) -> int:
+    """The difference of a `count` and the next multiple that is not 0."""
+    return -count % multiple if count else multiple
 
 
 class PackedLinear:
@@ -211,29 +331,24 @@ class HeadwiseLinear:
         return (x.transpose(0, 1) @ self._weight).transpose(0, 1)
 
 
-class InvariantLinear:
-    """A `Linear` each of whose rows is the same, bit for bit, whatever rows are beside it."""
+class SeparateHeads:
+    """A product for each head like `HeadwiseLinear`, by a `Linear` for each."""
 
-    def __init__(self, linear: Linear, of_product: RowBounds, of_sum: RowBounds) -> None:
-        self._linear = linear
-        self._of_product = of_product
-        self._of_sum = of_sum
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, in]`` to ``[T, out]``."""
-        return self._of_product.apply(self._linear, x)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual [T, out]`` plus the product."""
-        return self._of_sum.apply(self._linear.add_to, residual, x)
+        """``[T, heads, in]`` to ``[T, heads, out]``."""
+        heads = enumerate(self._linears)
+        return torch.stack([linear(x[:, head].contiguous()) for head, linear in heads], dim=1)
 
 
 class LinearFactory:
     """The factory of one model's products, in the layout that is fastest on its device.
 
     Args:
-        batch_invariant: a row's result must not depend on the rows beside it. A product that
-            does not keep to that raises `UnsupportedOptionError` when it is made.
+        batch_invariant: a row's result must not depend on the rows beside it. All products are
+            kernels of ours; what has none raises `UnsupportedOptionError` when it is made.
         threads: that kernels of ours have; None: as many as torch has now.
     """
 
@@ -242,25 +357,19 @@ class LinearFactory:
         self._threads = threads
         self._memory = WeightMemory()
         self._lacks: set[str] = set()
-        # Layers repeat: one trial for each kind and shape of product.
-        self._bounds: dict[tuple[object, ...], RowBounds] = {}
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The product with ``weight [out, in]`` and ``bias [out]``."""
+        if self._batch_invariant:
+            check_invariant("a product", weight.dtype, weight.device)
+            if _fills_vectors(weight):
+                return self._make_own(weight, bias)
+            return PaddedLinear(weight, bias, self._make_own)
         if PanelLinear.supports(weight):
-            return PanelLinear(weight, bias, self._memory, self._threads)
-        packed = PackedLinear.supports(weight)
-        linear = PackedLinear(weight, bias) if packed else PlainLinear(weight, bias)
-        if not self._batch_invariant:
-            return linear
-        outputs, inputs = weight.shape
-        x, residual = weight.new_empty(1, inputs), weight.new_empty(1, outputs)
-        kind = (packed, bias is None)
-        return InvariantLinear(
-            linear,
-            self._bounds_of("product", kind, linear, x),
-            self._bounds_of("sum", kind, linear.add_to, residual, x),
-        )
+            return self._make_own(weight, bias)
+        if PackedLinear.supports(weight):
+            return PackedLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def make_fp8(self, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """The product with a `weight` in FP8, for inputs of `dtype`.
@@ -270,6 +379,8 @@ class LinearFactory:
         """
         lack = fp8_products_lack(weight, dtype)
         if lack is None:
+            if self._batch_invariant:
+                check_invariant("a product", weight.values.dtype, weight.values.device)
             kind = BlockScaledLinear if weight.blocks else RowScaledLinear
             return kind(weight, bias)
         if weight.values.device.type == "cuda" and lack not in self._lacks:
@@ -279,18 +390,11 @@ class LinearFactory:
 
     def make_headwise(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product ``[T, heads, in]`` to ``[T, heads, out]``, ``weight [heads, in, out]``."""
-        linear = HeadwiseLinear(weight)
-        if not self._batch_invariant:
-            return linear
-        heads, inputs, _ = weight.shape
-        x = weight.new_empty(1, heads, inputs)
-        bounds = self._bounds_of("headwise", weight.shape, linear, x)
-        return partial(bounds.apply, linear)
+        if self._batch_invariant:
+            return SeparateHeads([self.make(head.t().contiguous()) for head in weight])
+        return HeadwiseLinear(weight)
 
-    def _bounds_of(
-        self, method: str, kind: object, product: RowwiseProduct, *example: torch.Tensor
-    ) -> RowBounds:
-        key = (method, kind, *((one.shape, one.dtype) for one in example))
-        if key not in self._bounds:
-            self._bounds[key] = find_row_bounds(product, *example)
-        return self._bounds[key]
+    def _make_own(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """By a kernel of ours: of a shape that it has, in bfloat16 or float32."""
+        kind = FloatLinear if weight.dtype is torch.float32 else PanelLinear
+        return kind(weight, bias, self._memory, self._threads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import Final
 
 from tokenizers import Tokenizer
 
@@ -19,12 +18,11 @@ from kvrelay.router.metrics import (
     RouterMetrics,
 )
 from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.grammar import GrammarError, special_tokens
 from kvrelay.text.grammar_checker import GrammarChecker
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.messages import STRUCTURED_OUTPUT
-
-FIELD: Final = "structured_output"
 
 
 class StructuredOutputs:

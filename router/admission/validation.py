@@ -20,8 +20,7 @@ from kvrelay.router.admission.sampling_params import (
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.callers import ANYBODY, Caller, Right
 from kvrelay.router.errors import InvalidField, NotPermitted, UnknownModel
-from kvrelay.router.generation import GenerationRequest
-from kvrelay.router.placement.known_prefixes import NO_MARKS, PromptMarks
+from kvrelay.router.generation import GenerationRequest, PromptMarks
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.router.sessions import Turn
 from kvrelay.v1 import inference_pb2
@@ -47,7 +46,7 @@ class Validator:
     encode: Encode
     default_max_tokens: int
     seeds: Seeds
-    marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: NO_MARKS
+    marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: {}
 
     def check(
         self,

@@ -18,6 +18,7 @@ from kvrelay.router.admission.session_adoption import SessionAdoption
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.client_messages import EventBytes
 from kvrelay.router.doors.incoming_messages import MessageReader
+from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.grpc_status import with_status
 from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
@@ -25,7 +26,6 @@ from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.router.requests.live_requests import LiveRequests
 from kvrelay.router.requests.output_stream import Form
-from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.sessions import Sessions
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc

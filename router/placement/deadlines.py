@@ -1,22 +1,24 @@
-"""Deadline checks: placement on workers in time for a deadline, and refusal if none is."""
+"""Deadline checks: a choice of workers that are in time for a deadline, and refusal if none is."""
 
 from __future__ import annotations
 
-import contextlib
-import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Final
 
-from kvrelay.router.errors import DeadlineTooNear, Unavailable
-from kvrelay.router.generation import GenerationRequest
+from kvrelay.router.errors import DeadlineTooNear
+from kvrelay.router.placement.chosen import Chosen, Shortage
 from kvrelay.router.placement.demand import Demand
 from kvrelay.router.placement.estimate import ExpectedPrompt, expect_prompt
-from kvrelay.router.placement.fleet import Fleet, Placement
-from kvrelay.router.placement.worker_link import WorkerLink
+from kvrelay.router.placement.order import WorkerOrder
+from kvrelay.router.placement.ranking import Candidate
+from kvrelay.router.placement.ready_workers import ReadyWorkers
 from kvrelay.wire.speeds import StepSpeeds
+from kvrelay.wire.worker_info import WorkerRole
 
-_ASKED: Final = 32
+_COMPARED: Final = 32
 """The workers of each role to compare, the best of placement first: the check must be short."""
 
 
@@ -28,70 +30,82 @@ class DeadlineCheck:
     hit rate on other prompts, of any tenant, can only prevent a refusal.
 
     Args:
-        fleet: the workers.
-        margin: the most expected seconds, in multiples of the time that the deadline leaves; 0: no
-            check.
+        workers: the ready workers.
+        order: their order for a request.
+        roles: the roles of workers that may compute a prompt.
+        margin: the most expected seconds, in multiples of the time that the deadline leaves.
     """
 
-    def __init__(self, fleet: Fleet, margin: float) -> None:
-        self._fleet = fleet
+    def __init__(
+        self,
+        workers: ReadyWorkers,
+        order: WorkerOrder,
+        roles: Sequence[WorkerRole],
+        margin: float,
+    ) -> None:
+        self._workers = workers
+        self._order = order
+        self._roles = roles
         self._margin = margin
 
-    def place(
-        self, request: GenerationRequest, placement: Placement, deadline: float | None
-    ) -> Placement:
-        """Return the placement if its first token is expected in time, else the soonest one.
+    def choose(
+        self,
+        chosen: Chosen,
+        demand: Demand,
+        seconds_left: float,
+        choose: Callable[[Demand], Chosen | Shortage],
+    ) -> Chosen:
+        """Return what was chosen if its first token is expected in time, else the soonest.
 
         Args:
-            request: about to be submitted.
-            placement: the choice made without regard to the deadline.
-            deadline: the call's, on the clock of `time.monotonic`; None: it has none.
+            chosen: the choice made without regard to the deadline.
+            demand: the attempt's.
+            seconds_left: seconds until the deadline.
+            choose: chooses without regard to the deadline.
 
         Raises:
-            DeadlineTooNear: even the soonest placement is later than the margin allows.
+            DeadlineTooNear: even the soonest workers are later than the margin allows.
         """
-        if deadline is None or not self._margin:
-            return placement
-        left = max(deadline - time.monotonic(), 0.0)
-        chosen, demand = placement.computes_prompt, Demand.of(request)
-        expect = partial(self._expect, request, demand, chosen.load.speeds)
-        if expect(chosen).seconds <= left:
-            return placement
-        links = sorted(
-            {chosen, *self._fleet.prompt_links_for(demand, _ASKED)},
-            key=lambda link: (expect(link).seconds, link is not chosen),
-        )
-        soonest = placement
-        while links[0] is not chosen:
-            with contextlib.suppress(Unavailable):  # no decode worker reads from it
-                computed_by = links[0].endpoint.incarnation
-                soonest = self._fleet.place(replace(demand, computed_by=computed_by))
+        first = chosen.prefill or chosen.decode
+        expect = partial(self._expect, demand, first.load.speeds)
+        if expect(first).seconds <= seconds_left:
+            return chosen
+        others = (one for one in self._best(demand) if one.incarnation != first.incarnation)
+        soonest = sorted([first, *others], key=lambda one: expect(one).seconds)
+        while soonest[0] is not first:
+            instead = choose(replace(demand, computed_by=soonest[0].incarnation))
+            if isinstance(instead, Chosen):
+                chosen = instead
                 break
-            del links[0]
-        hope = min((expect(link, hopeful=True) for link in links), key=lambda one: one.seconds)
-        if hope.seconds > self._margin * left:
-            raise DeadlineTooNear(hope.queue_seconds, hope.prompt_seconds, left)
-        return soonest
+            del soonest[0]  # no decode worker reads from it
+        hope = min((expect(one, hopeful=True) for one in soonest), key=lambda one: one.seconds)
+        if hope.seconds > self._margin * seconds_left:
+            raise DeadlineTooNear(hope.queue_seconds, hope.prompt_seconds, seconds_left)
+        return chosen
+
+    def _best(self, demand: Demand) -> Iterator[Candidate]:
+        """The best workers that can take the prompt now.
+
+        Decode workers are among them only while idle: else they compute prompts in small chunks, if
+        at all.
+        """
+        for role in self._roles:
+            for one in islice(self._order.computing(role, demand), _COMPARED):
+                if role is not WorkerRole.DECODE or not one.num_requests:
+                    yield one
 
     def _expect(
-        self,
-        request: GenerationRequest,
-        demand: Demand,
-        speeds: StepSpeeds,
-        link: WorkerLink,
-        *,
-        hopeful: bool = False,
+        self, demand: Demand, speeds: StepSpeeds, one: Candidate, *, hopeful: bool = False
     ) -> ExpectedPrompt:
         """The expected time of the prompt on a worker; `speeds` stand in for unknown ones.
 
         With `hopeful`, this prompt and those before it count as cached as well as the luckiest one
         lately.
         """
-        marks = demand.reusable_on(link.endpoint.role)
-        cached = self._fleet.prefixes.hit_tokens(link.endpoint.incarnation, marks)
-        queue = link.prompt_queue
+        queue = self._workers.queue_of(one)
+        cached = self._workers.hit_tokens(one, demand.to_compute_on(queue.role))
         load = queue.load if hopeful else replace(queue.load, reused_share=0.0)
         if not load.speeds.prompts_known:
             load = replace(load, speeds=speeds)
         queue = replace(queue, load=load)
-        return expect_prompt(queue, demand.input_tokens, request.priority, cached)
+        return expect_prompt(queue, demand.input_tokens, demand.priority, cached)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvrelay.router.generation import GenerationRequest, in_full_on
-from kvrelay.router.placement.known_prefixes import NO_MARKS, PromptMarks
+from kvrelay.router.generation import GenerationRequest, PromptMarks, in_full_on
 from kvrelay.router.placement.ranking import Candidate
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -34,6 +33,8 @@ class Demand:
     """The incarnation that may have the KV of the request's session; empty: none has."""
     kept_tokens: int = 0
     """Tokens of the input that `home` is expected to have."""
+    priority: int = 0
+    """The request's: a prompt with less than 0 waits for no other."""
 
     @classmethod
     def of(cls, request: GenerationRequest) -> Demand:
@@ -57,6 +58,7 @@ class Demand:
             in_full_on=in_full_on,
             home=home if kept else "",
             kept_tokens=kept,
+            priority=request.priority,
         )
 
     def kept_on(self, incarnation: str) -> int:
@@ -67,9 +69,9 @@ class Demand:
         """Tokens that a worker of a role comes to hold for the attempt."""
         return self.input_tokens if role is WorkerRole.PREFILL else self.total_tokens
 
-    def reusable_on(self, role: WorkerRole) -> PromptMarks:
-        """The marks of prefixes that a worker of this role may reuse, if it computes the prompt."""
-        return NO_MARKS if role in self.in_full_on else self.marks
+    def to_compute_on(self, role: WorkerRole) -> Demand:
+        """The demand on a worker of this role that computes the prompt, with what it may reuse."""
+        return replace(self, marks={}) if role in self.in_full_on and self.marks else self
 
     def trusts(self, worker: Candidate) -> bool:
         """Whether no earlier attempt has failed with the worker."""
@@ -78,3 +80,9 @@ class Demand:
     def may_be_computed_by(self, worker: Candidate) -> bool:
         """Whether the worker may compute the prompt."""
         return self.computed_by in ("", worker.incarnation)
+
+    def suspect_of(self, prefill: Candidate, decode: Candidate) -> WorkerRole | None:
+        """The role of a pair that must not compute the prompt, after earlier failures."""
+        if self.trusts(prefill) is not self.trusts(decode):
+            return WorkerRole.DECODE if self.trusts(prefill) else WorkerRole.PREFILL
+        return None if self.failed_by is WorkerRole.AGGREGATED else self.failed_by

@@ -1,21 +1,22 @@
-"""All workers that discovery lists, each with a link, and the choice among them."""
+"""All workers that discovery lists, each with a link."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.notifier import Notifier
+from kvrelay.router.placement.choose import PlacementRules, Placer
+from kvrelay.router.placement.chosen import Reason, Shortage
 from kvrelay.router.placement.demand import Demand
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
-from kvrelay.router.placement.limits import RequestLimits
-from kvrelay.router.placement.local_prompts import Reason, Side, decide
-from kvrelay.router.placement.pairing import Placer, Shortage
+from kvrelay.router.placement.limits import Prospects, RequestLimits
+from kvrelay.router.placement.ready_workers import ReadyWorkers
 from kvrelay.router.placement.served_model import ServedModel
-from kvrelay.router.placement.starting_workers import Prospects
 from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -52,9 +53,7 @@ class Fleet:
         make_link: makes a link, which calls its second argument with itself when its readiness or
             its load has changed.
         prefixes: what is known of the workers' cached prefixes.
-        decodes_alone: whether decode workers compute prompts, too, where that seems best.
-        itl_target: seconds that a decode worker's step with prompts may take; None: its learnt
-            bound.
+        rules: the settings of placement.
     """
 
     def __init__(
@@ -62,14 +61,11 @@ class Fleet:
         discovery: Discovery,
         make_link: Callable[[WorkerInfo, Callable[[WorkerLink], None]], WorkerLink],
         prefixes: KnownPrefixes,
-        *,
-        decodes_alone: bool = False,
-        itl_target: float | None = None,
+        rules: PlacementRules,
     ) -> None:
         self.prefixes = prefixes
         """The workers' known cached prefixes."""
-        self._decodes_alone = decodes_alone
-        self._itl_target = itl_target
+        self._rules = rules
         self._discovery = discovery
         self._make_link = make_link
         self._links: dict[str, WorkerLink] = {}  # by incarnation, like the tasks
@@ -79,7 +75,8 @@ class Fleet:
         self._known: list[WorkerInfo] = []
         self._limits: RequestLimits | None = None  # of `_known`; None: not computed
         self._prospects: Prospects | None = None  # None: not computed
-        self._placer = Placer(prefixes, decodes_alone=decodes_alone)
+        self._workers = ReadyWorkers(prefixes, lambda one: self._links[one].prompt_queue)
+        self._placer = Placer(self._workers, rules)
         self.model = ServedModel()
         """The served model, and the workers that may serve it."""
         self.changes = Notifier()
@@ -90,26 +87,10 @@ class Fleet:
         """The link to each listed worker."""
         return list(self._links.values())
 
-    def prompt_links_for(self, demand: Demand, most: int) -> list[WorkerLink]:
-        """The links to the best workers that can take a request's prompt to compute now.
-
-        Decode workers are among them only while idle: else they compute prompts in small chunks, if
-        at all.
-
-        Args:
-            demand: what the request needs.
-            most: the most workers of each role.
-        """
-        return [
-            self._links[one.incarnation]
-            for role, one in self._placer.best_to_compute(demand, most)
-            if role is not WorkerRole.DECODE or not one.num_requests
-        ]
-
     @property
     def ready(self) -> bool:
         """Whether a prefill and a decode worker, or one that needs no other, can take requests."""
-        return self._placer.pairs_ready or self._placer.one_alone_ready
+        return self._placer.ready
 
     @property
     def known(self) -> Sequence[WorkerInfo]:
@@ -133,7 +114,9 @@ class Fleet:
         """
         if self._limits is None:
             try:
-                self._limits = RequestLimits.of(self._known, decodes_alone=self._decodes_alone)
+                self._limits = RequestLimits.of(
+                    self._known, decodes_alone=self._rules.decodes_alone
+                )
             except Unavailable as error:
                 raise Unavailable("; ".join([str(error), *self.model.refusals])) from error
         return self._limits
@@ -152,56 +135,31 @@ class Fleet:
                     *[link.endpoint for link in links if not _takes_requests(link)],
                     *filter(self.model.is_loaded_by, self._awaited),
                 ],
-                decodes_alone=self._decodes_alone,
+                decodes_alone=self._rules.decodes_alone,
             )
         return self._prospects.promise(demand)
 
-    def place(self, demand: Demand) -> Placement:
+    def place(self, demand: Demand, deadline: float | None = None) -> Placement:
         """Choose the workers for an attempt; see `Placer.choose`.
 
+        Args:
+            demand: the attempt's.
+            deadline: the call's, on the clock of `time.monotonic`, where the first token is to be
+                in time for it; None: it need not be.
+
         Raises:
+            DeadlineTooNear: no first token is expected in time.
             Unavailable: no ready workers can hold it. The error names the missing role, and why a
                 decode worker reads from no prefill worker.
         """
-        chosen = self._placer.choose(demand)
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        chosen = self._placer.choose(demand, left)
         if isinstance(chosen, Shortage):
             raise self._unavailable(chosen)
-        decode, prefill = self._links[chosen.decode.incarnation], chosen.prefill
-        if prefill is None:
-            reason = Reason.SOONER if demand.computed_by else Reason.NO_CHOICE
-            return Placement(decode, None, reason)
-        return self._decide(demand, self._links[prefill.incarnation], decode)
-
-    def _decide(self, demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> Placement:
-        """Choose the worker of a pair that computes the input."""
-        if not self._decodes_alone:
-            return Placement(decode, prefill, Reason.MODE)
-        if demand.computed_by:
-            return Placement(decode, prefill, Reason.SOONER)
-        if (avoided := self._avoided(demand, prefill, decode)) is not None:
-            by_decode = avoided is WorkerRole.PREFILL
-            return Placement(decode, None if by_decode else prefill, Reason.SUSPECT)
-        borrower = _lent(self._side(prefill, demand), prefill, decode, demand)
-        here = self._side(decode, demand)
-        decision = decide(demand.input_tokens, borrower, here, self._itl_target)
-        computes = None if decision.by_decode else prefill
-        return Placement(decode, computes, decision.reason, decision.lent_tokens)
-
-    @staticmethod
-    def _avoided(demand: Demand, prefill: WorkerLink, decode: WorkerLink) -> WorkerRole | None:
-        """The role in a pair that must not compute the input, after earlier failures."""
-        suspects = [one for one in (prefill, decode) if one.endpoint.incarnation in demand.suspects]
-        if len(suspects) == 1:
-            return suspects[0].endpoint.role
-        return None if demand.failed_by is WorkerRole.AGGREGATED else demand.failed_by
-
-    def _side(self, link: WorkerLink, demand: Demand) -> Side:
-        cached = 0
-        if marks := demand.reusable_on(link.endpoint.role):
-            cached = self.prefixes.hit_tokens(link.endpoint.incarnation, marks)
-        if link.endpoint.role not in demand.in_full_on:
-            cached = max(cached, demand.kept_on(link.endpoint.incarnation))
-        return Side(link.prompt_queue, cached, link.candidate.num_requests)
+        decode, prefill = self._links[chosen.decode.incarnation], None
+        if chosen.prefill is not None:
+            prefill = self._links[chosen.prefill.incarnation]
+        return Placement(decode, prefill, chosen.reason, chosen.lent_tokens)
 
     def _unavailable(self, shortage: Shortage) -> Unavailable:
         missing = shortage.missing
@@ -225,7 +183,7 @@ class Fleet:
     def _update_links(self, listed: dict[str, WorkerInfo]) -> None:
         for incarnation in self._links.keys() - listed.keys():
             link = self._links.pop(incarnation)
-            self._placer.drop(link.endpoint.role, incarnation)
+            self._workers.drop(link.endpoint.role, incarnation)
             self._close(self._tasks.pop(incarnation))
         for incarnation in listed.keys() & self._links.keys():
             self._links[incarnation].endpoint = listed[incarnation]
@@ -251,11 +209,11 @@ class Fleet:
             self.changes.notify_all()
 
     def _rank(self, link: WorkerLink) -> bool:
-        """Pass a worker's changed state to the placer; return what the placer returns."""
+        """Rank a worker by its changed state; return whether others may be chosen now."""
         role = link.endpoint.role
         if _takes_requests(link):
-            return self._placer.put(role, link.candidate)
-        return self._placer.drop(role, link.endpoint.incarnation)
+            return self._workers.put(role, link.candidate)
+        return self._workers.drop(role, link.endpoint.incarnation)
 
     def _close(self, task: asyncio.Task[None]) -> None:
         task.cancel()
@@ -265,15 +223,3 @@ class Fleet:
 
 def _takes_requests(link: WorkerLink) -> bool:
     return link.ready and not link.draining and not link.refusal
-
-
-def _lent(side: Side, prefill: WorkerLink, decode: WorkerLink, demand: Demand) -> Side:
-    """The prefill side, which may read the session's KV from the decode worker."""
-    kept, incarnation = demand.kept_on(decode.endpoint.incarnation), prefill.endpoint.incarnation
-    if not kept:
-        return side
-    speeds = {one.incarnation: one.lent_tokens_per_second for one in decode.load.peers}
-    speed = speeds.get(incarnation, 0.0)
-    if not speed or prefill.endpoint.role in demand.in_full_on:
-        return side
-    return replace(side, lent_tokens=kept, lent_seconds=(kept - side.cached_tokens) / speed)

@@ -10,23 +10,17 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final
 
+from kvrelay.router.generation import PromptMarks
 from kvrelay.wire.model_digest import ModelDigest
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes, token_bytes
 from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
-PromptMarks: TypeAlias = Mapping[PageHashes, tuple[int, ...]]
-"""The marks of a prompt by hashing scheme: one scheme, if all workers have one page size.
-
-They belong to one tenant and salt, and so match no other's.
-"""
-
-NO_MARKS: Final[PromptMarks] = {}
 _CLEANED_AT_ONCE: Final = 4096
 """The most marks cleaned at once, as many as an update stores at most: cleaning keeps up."""
 _HASHED_AT_ONCE: Final = 256

@@ -1,11 +1,12 @@
-"""Bounds on a request, from the model and the workers' pools; a request beyond them is refused."""
+"""Bounds on a request, from the model and the workers' pools, now and with expected workers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.router.errors import InvalidField, Unavailable
+from kvrelay.router.placement.demand import Demand
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 
@@ -38,11 +39,11 @@ class RequestLimits:
         Raises:
             Unavailable: there is neither a prefill and a decode worker nor an aggregated one.
         """
-        decode = _largest_pool(endpoints, WorkerRole.DECODE)
-        prefill = _largest_pool(endpoints, WorkerRole.PREFILL)
+        pools = _largest_pools(endpoints)
+        decode, prefill = pools.get(WorkerRole.DECODE, 0), pools.get(WorkerRole.PREFILL, 0)
         if decodes_alone:
             prefill = decode or prefill
-        aggregated = _largest_pool(endpoints, WorkerRole.AGGREGATED)
+        aggregated = pools.get(WorkerRole.AGGREGATED, 0)
         if aggregated > (decode if prefill else 0):
             prefill = decode = aggregated
         for pool, role in ((prefill, WorkerRole.PREFILL), (decode, WorkerRole.DECODE)):
@@ -85,6 +86,46 @@ class RequestLimits:
             )
 
 
-def _largest_pool(endpoints: Sequence[WorkerInfo], role: WorkerRole) -> int:
-    """The most tokens of one request on any worker of this role; 0: there are none."""
-    return max((e.pool_tokens for e in endpoints if e.role is role), default=0)
+@dataclass(frozen=True, slots=True)
+class Prospects:
+    """The largest pools by role, in tokens of one request."""
+
+    ready: Mapping[WorkerRole, int]
+    """The pools of workers that take requests."""
+    coming: Mapping[WorkerRole, int]
+    """The pools of workers that may take some later."""
+    decodes_alone: bool
+    """Whether decode workers compute prompts, too, and so need no others."""
+
+    @classmethod
+    def of(
+        cls, ready: Iterable[WorkerInfo], coming: Iterable[WorkerInfo], *, decodes_alone: bool
+    ) -> Prospects:
+        """Find the largest pools of these workers."""
+        return cls(_largest_pools(ready), _largest_pools(coming), decodes_alone)
+
+    def promise(self, demand: Demand) -> bool:
+        """Whether an expected worker could take a request, alone or with another one."""
+        prefill = self._comes(WorkerRole.PREFILL, demand)
+        decode = self._comes(WorkerRole.DECODE, demand)
+        return (
+            self._comes(WorkerRole.AGGREGATED, demand)
+            or (decode and self.decodes_alone)
+            or (prefill and (decode or _fits(self.ready, WorkerRole.DECODE, demand)))
+            or (decode and _fits(self.ready, WorkerRole.PREFILL, demand))
+        )
+
+    def _comes(self, role: WorkerRole, demand: Demand) -> bool:
+        return _fits(self.coming, role, demand)
+
+
+def _fits(pools: Mapping[WorkerRole, int], role: WorkerRole, demand: Demand) -> bool:
+    return pools.get(role, 0) >= demand.tokens_of(role)
+
+
+def _largest_pools(workers: Iterable[WorkerInfo]) -> Mapping[WorkerRole, int]:
+    """The most tokens of one request on any worker of each role that has workers."""
+    pools: dict[WorkerRole, int] = {}
+    for one in workers:
+        pools[one.role] = max(pools.get(one.role, 0), one.pool_tokens)
+    return pools

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Final
 
 from kvrelay.pacing.chunk_size import choose_chunk_tokens, count_backlog
+from kvrelay.router.placement.chosen import Reason
 from kvrelay.router.placement.estimate import ExpectedPrompts, most_tokens_ahead
+from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork
 
 _HAND_OVER_WORTH: Final = 1.25
@@ -16,26 +18,6 @@ _HAND_OVER_WORTH: Final = 1.25
 
 It may take longer, because nothing is handed over and nobody else waits.
 """
-
-
-class Reason(StrEnum):
-    """Why an attempt's prompt is computed where it is."""
-
-    NO_CHOICE = "no_choice"
-    """The only place: no other worker that can take the prompt is ready.
-
-    A cluster without any prefill worker serves so.
-    """
-    MODE = "mode"
-    """Decode workers compute no prompts: `--placement disaggregated`."""
-    SUSPECT = "suspect"
-    """Earlier attempts have failed at the other place."""
-    IDLE = "idle"
-    """The decode worker has nothing to do."""
-    SOONER = "sooner"
-    """The first token is expected here sooner."""
-    UNKNOWN = "unknown"
-    """The workers' speeds are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +50,20 @@ class Side:
             return 0.0
         in_flight = min(max(unwaiting, 0.0), 2 * chunk_tokens)
         return in_flight - min(in_flight, chunk_tokens) / 2
+
+    def lent(self, tokens: int, borrower: str, peers: Iterable[PeerTransport]) -> Side:
+        """The side, with tokens that it may read from a worker; unchanged where nobody lends.
+
+        Args:
+            tokens: the tokens of the prompt that the other worker's session has.
+            borrower: this side's incarnation.
+            peers: the other worker's peers.
+        """
+        speeds = {one.incarnation: one.lent_tokens_per_second for one in peers} if tokens else {}
+        speed = speeds.get(borrower, 0.0)
+        if not speed:
+            return self
+        return replace(self, lent_tokens=tokens, lent_seconds=(tokens - self.cached_tokens) / speed)
 
     def own_tokens(self, tokens: int) -> int:
         """The tokens that it would have to compute of an input of `tokens`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from kvrelay.wire.load import WorkerLoad
+
+ItemT = TypeVar("ItemT")
 
 Score: TypeAlias = tuple[float, ...]
 """A worker's score: less is better; compared from the left."""
@@ -96,3 +98,17 @@ class Ranking:
 
     def _remove(self, place: tuple[Score, str, str]) -> None:
         del self._order[bisect.bisect_left(self._order, place)]
+
+
+class Repeatable(Generic[ItemT]):
+    """An iterable over an iterator that may be repeated; it takes each item once."""
+
+    def __init__(self, items: Iterable[ItemT]) -> None:
+        self._items = iter(items)
+        self._taken: list[ItemT] = []
+
+    def __iter__(self) -> Iterator[ItemT]:
+        yield from self._taken
+        for item in self._items:
+            self._taken.append(item)
+            yield item

@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import grpc
 
@@ -18,11 +18,10 @@ from kvrelay.router.placement.estimate import ExpectedPrompts
 from kvrelay.router.placement.known_prefixes import ExpectedMarks, KnownPrefixes
 from kvrelay.router.placement.ranking import Candidate
 from kvrelay.router.placement.sent_prompts import SentPrompt, SentPrompts
-from kvrelay.router.requests.failed_forwards import FORWARD_FAILURES
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.wire.load import WorkerLoad, WorkerStatus
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
-from kvrelay.wire.output import EngineOutputs, NextTokens, RequestOutput
+from kvrelay.wire.output import EngineOutputs, FailureReason, NextTokens, RequestOutput
 from kvrelay.wire.request_progress import RequestProgress
 from kvrelay.wire.submit import (
     AttachHello,
@@ -41,6 +40,9 @@ _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LONGEST_RETRY_SECONDS = 5.0
+
+FORWARD_FAILURES: Final = {FailureReason.FORWARD_FAILED, FailureReason.FORWARD_FAILED_ALONE}
+"""The causes of an end for which a whole forward has failed, whoever is to blame."""
 
 
 class AttemptListener(Protocol):
@@ -196,12 +198,11 @@ class WorkerLink:
         """
         assert self.ready, f"{self.endpoint.name} is not ready"
         role, input_tokens = self.endpoint.role, submission.input_len
-        cached, expected = 0, None
+        cached, expected = min(lent_tokens, input_tokens - 1), None
+        if prefill is not None or role not in submission.in_full_on:
+            cached = max(cached, self._expect_cached(submission))
         if marks := submission.request.marks:
-            cached = self._expect_hit(submission, computes=prefill is None)
             expected = self._prefixes.expect(self.endpoint.incarnation, marks)
-        kept = self._kept_tokens(submission, computes=prefill is None)
-        cached = max(cached, kept, min(lent_tokens, input_tokens - 1))
         # On a worker that generates, cached tokens take room like the others.
         room_tokens = input_tokens - cached * (role is WorkerRole.PREFILL)
         computed_first = submission.request.priority <= 0 and prefill is None
@@ -214,11 +215,18 @@ class WorkerLink:
         self._commands.put_nowait(_message(command))
         self._on_change(self)
 
-    def _kept_tokens(self, submission: Submission, *, computes: bool) -> int:
-        """The tokens of the prompt that the worker is expected to have for the session."""
-        if computes and self.endpoint.role in submission.in_full_on:
-            return 0
-        return min(submission.kept_on(self.endpoint.incarnation), submission.input_len - 1)
+    def _expect_cached(self, submission: Submission) -> int:
+        """The tokens of a prompt that the worker is expected to have, by its prefixes or session.
+
+        Reports what is expected of the prefixes.
+        """
+        incarnation, most = self.endpoint.incarnation, submission.input_len - 1
+        kept = min(submission.kept_on(incarnation), most)
+        if not (marks := submission.request.marks):
+            return kept
+        hit = min(self._prefixes.hit_tokens(incarnation, marks), most)
+        self._on_expected_hit(self.endpoint.role, hit)
+        return max(hit, kept)
 
     def forget_session(self, name: str) -> None:
         """Tell the worker to keep nothing of a session, now or when it is attached again."""
@@ -237,16 +245,6 @@ class WorkerLink:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             answer = await stub.FindHistory(request, timeout=seconds)
         return array("I", answer.token_ids)
-
-    def _expect_hit(self, submission: Submission, *, computes: bool) -> int:
-        """The tokens of the prompt that the worker is expected to reuse; reports them, too."""
-        role = self.endpoint.role
-        if computes and role in submission.in_full_on:
-            return 0
-        known = self._prefixes.hit_tokens(self.endpoint.incarnation, submission.request.marks)
-        cached = min(known, submission.input_len - 1)
-        self._on_expected_hit(role, cached)
-        return cached
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Tell the worker to abort the attempt; do nothing if it has ended there.

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from kvrelay.router.errors import InternalFailure, InvalidField, Unavailable
 from kvrelay.router.generation import Submission
 from kvrelay.router.placement.fleet import Placement
-from kvrelay.router.placement.worker_link import AttemptListener, WorkerLink
+from kvrelay.router.placement.worker_link import FORWARD_FAILURES, AttemptListener, WorkerLink
 from kvrelay.router.requests.attempt_transitions import (
     TRANSITIONS,
     AttemptAction,
     ChoicePhase,
     ChoiceReport,
 )
-from kvrelay.router.requests.failed_forwards import FORWARD_FAILURES
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 

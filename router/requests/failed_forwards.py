@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from typing import Final
 
-from kvrelay.wire.output import FailureReason
 from kvrelay.wire.worker_info import WorkerRole
 
-FORWARD_FAILURES: Final = {FailureReason.FORWARD_FAILED, FailureReason.FORWARD_FAILED_ALONE}
 _SAME_PLACE_TOKENS = 16
 """The most tokens between two failed forwards at the same place of a choice.
 

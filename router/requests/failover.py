@@ -15,11 +15,11 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import DataLoss, InternalFailure, RequestError, Unavailable
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import STRICT_FAILURES, WORKER_WAITS, RouterMetrics
-from kvrelay.router.placement.deadlines import DeadlineCheck
 from kvrelay.router.placement.demand import Demand
 from kvrelay.router.placement.fleet import Fleet, Placement
+from kvrelay.router.placement.worker_link import FORWARD_FAILURES
 from kvrelay.router.requests.attempt import AttemptFailed, AttemptRetracted
-from kvrelay.router.requests.failed_forwards import FORWARD_FAILURES, FailedForwards
+from kvrelay.router.requests.failed_forwards import FailedForwards
 from kvrelay.wire.output import FailureReason
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -66,7 +66,6 @@ class Failover:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
-        self._deadlines = DeadlineCheck(fleet, config.deadline_margin)
         self._model = fleet.model.digest  # of the first attempt
         self._failures: dict[int, _Failures] = {}  # by choice
         self._failed_forwards = FailedForwards()
@@ -149,12 +148,18 @@ class Failover:
             f"{detail}; it could not be submitted again within {seconds:g} s: {found}"
         ) from found
 
-    async def place_first(self, request: GenerationRequest) -> Placement:
+    async def place_first(
+        self, request: GenerationRequest, deadline: Callable[[], float | None]
+    ) -> Placement:
         """Find workers for the first attempt; wait for them up to `worker_wait` seconds.
 
-        The request's deadline is not considered.
+        Args:
+            request: the request.
+            deadline: tells, once there are workers, when the first token must have come; see
+                `Fleet.place`.
 
         Raises:
+            DeadlineTooNear: there are workers, but none is expected to be in time.
             Unavailable: none were ready in that time, or no more workers are expected.
         """
         seconds, outcome = self._config.worker_wait, "left"
@@ -165,7 +170,7 @@ class Failover:
             if isinstance(found, Placement):
                 outcome = "served"
                 self._model = self._fleet.model.digest
-                return found
+                return self._fleet.place(demand, deadline())
             if not hope():
                 outcome = "given_up"
                 raise found
@@ -174,12 +179,6 @@ class Failover:
             raise Unavailable(waited, self._config.retry_after_ms) from found
         finally:
             self._metrics.count(WORKER_WAITS, outcome=outcome)
-
-    def place_in_time(
-        self, request: GenerationRequest, placement: Placement, deadline: float | None
-    ) -> Placement:
-        """Return the placement, or one that the deadline needs; see `DeadlineCheck.place`."""
-        return self._deadlines.place(request, placement, deadline)
 
     async def _place_within(
         self, seconds: float, demand: Demand, hope: Callable[[], bool]

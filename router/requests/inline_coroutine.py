@@ -38,7 +38,7 @@ class _More:
         return True
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Do nothing: only `EagerRun.go_on` tells that there may be more."""
+        """Do nothing: only `InlineCoroutine.go_on` tells that there may be more."""
 
     def cancel(self) -> bool:
         """Return True: its coroutine is not run again."""
@@ -49,7 +49,7 @@ MORE: Final = _More()
 """The object to await until there may be more to do."""
 
 
-class EagerRun:
+class InlineCoroutine:
     """A coroutine that runs whenever it is told to, without turns of the event loop.
 
     Nothing in the coroutine may need a task of its own, as `asyncio.timeout` and `asyncio.sleep(0)`

@@ -146,11 +146,10 @@ class LiveRequest:
 
     async def _start_when_placed(self) -> None:
         with self._ending_with_its_errors():
-            placement = await self._failover.place_first(self.request)
-            self.waits_for_workers = False
-            placement = self._failover.place_in_time(
-                self.request, placement, self._readers.deadline
+            placement = await self._failover.place_first(
+                self.request, lambda: self._readers.deadline
             )
+            self.waits_for_workers = False
             self._submit(range(self.request.params.n), placement)
 
     # Calls from clients and the router's stop.

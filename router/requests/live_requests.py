@@ -5,30 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from tokenizers import Tokenizer
 
-from kvrelay.router.admission.token_limits import TokenLimits
 from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.errors import Overloaded, Unavailable
+from kvrelay.router.errors import Overloaded, RequestError, Unavailable
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import WORKER_WAITS, RouterMetrics, Stopwatch
 from kvrelay.router.notifier import Notifier
 from kvrelay.router.placement.demand import Demand
 from kvrelay.router.placement.fleet import Fleet, Placement
 from kvrelay.router.requests.failover import Failover
-from kvrelay.router.requests.grammar_room import GrammarRoom
+from kvrelay.router.requests.live_limits import GrammarRoom, TokenLimits
 from kvrelay.router.requests.live_request import LiveRequest
 from kvrelay.router.requests.output_choice import Choice
 from kvrelay.router.requests.output_stream import Form, OutputStream
 from kvrelay.router.requests.output_text import TextStream
 from kvrelay.router.requests.readers import Patience, Readers
-from kvrelay.router.requests.request_log import RequestLog
 from kvrelay.router.requests.request_trace import RequestTrace
+from kvrelay.text.encoding import decode
 from kvrelay.wire.output import RequestOutput
+
+_log = logging.getLogger(__name__)
+_MOST_LOGGED_TOKENS: Final = 4096
+"""The number of tokens of a prompt, or of an output, that are logged: the first ones."""
 
 
 class LiveRequests:
@@ -47,7 +52,8 @@ class LiveRequests:
         self._live: dict[tuple[str, str], LiveRequest] = {}  # by `GenerationRequest.id`
         self._metrics = metrics
         self._attempt_numbers = itertools.count(1)
-        self._closing = False
+        self.closing = False
+        """Whether no more requests are admitted, because the router is stopping."""
         self._validating: Counter[str] = Counter()  # by the caller's name
         self._token_limits = TokenLimits(metrics, config.retry_after_ms)
         self._grammar_room = GrammarRoom(
@@ -72,11 +78,6 @@ class LiveRequests:
         """The caller's live request with this id; None: there is none."""
         return self._live.get((caller.name, request_id))
 
-    @property
-    def closing(self) -> bool:
-        """Whether no more requests are admitted, because the router is stopping."""
-        return self._closing
-
     @contextlib.contextmanager
     def slot(self, caller: Caller) -> Iterator[None]:
         """Count one more request of the caller as live while it is validated.
@@ -86,7 +87,7 @@ class LiveRequests:
             Overloaded: `max_live_requests` are live, or being validated.
             Unavailable: the router is stopping.
         """
-        if self._closing:
+        if self.closing:
             raise Unavailable("the router is stopping")
         validating = self._validating[caller.name]
         self._token_limits.check_live(caller, self._live.values(), validating)
@@ -149,7 +150,7 @@ class LiveRequests:
 
     async def close(self, grace_seconds: float) -> None:
         """Admit no more requests, wait for the live ones, fail the rest after the grace."""
-        self._closing = True
+        self.closing = True
         try:
             async with asyncio.timeout(grace_seconds):
                 while self._live:
@@ -166,15 +167,12 @@ class LiveRequests:
         form: Form,
         trace: RequestTrace | None,
     ) -> LiveRequest:
-        if self._closing:
+        if self.closing:
             raise Unavailable("the router is stopping")
         num_tokens = len(request.input_ids)
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
         self._grammar_room.check(request, (one.request for one in self._live.values()))
-        placement = self._place(request)
-        failover = Failover(self._fleet, self._config, self._metrics)
-        if placement is not None:
-            placement = failover.place_in_time(request, placement, deadline)
+        placement = self._place(request, deadline)
         choices = self._choices(request, self._fleet.known[0].eos_token_ids)
         stream = OutputStream(request, choices, stopwatch, form)
         patience = Patience(self._config.max_unread_bytes, self._config.read_timeout)
@@ -182,7 +180,7 @@ class LiveRequests:
             request,
             stream,
             Readers(stream, patience),
-            failover,
+            Failover(self._fleet, self._config, self._metrics),
             self._metrics,
             stopwatch,
             self._attempt_numbers,
@@ -196,11 +194,11 @@ class LiveRequests:
             live.start(placement)
         return live
 
-    def _place(self, request: GenerationRequest) -> Placement | None:
+    def _place(self, request: GenerationRequest, deadline: float | None) -> Placement | None:
         """Find workers for its first attempt; None: it must wait for expected workers."""
         demand = Demand.of(request)
         try:
-            return self._fleet.place(demand)
+            return self._fleet.place(demand, deadline)
         except Unavailable as missing:
             if not self._fleet.expects(demand):
                 raise
@@ -230,3 +228,41 @@ class LiveRequests:
             live.request.turn.end(live.history, live.generated_on, live.history_digest)
         self._request_log.write(live)
         self._ended.notify_all()
+
+
+class RequestLog:
+    """A log with a line for each request, at level INFO; prompts and outputs are opt-in.
+
+    Args:
+        tokenizer: decodes their tokens.
+        with_prompts: whether to log prompts and outputs, whatever the level of the process's log.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, with_prompts: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_prompts = with_prompts
+        _log.setLevel(logging.INFO if with_prompts else logging.NOTSET)
+
+    def write(self, live: LiveRequest) -> None:
+        """Write the line of a request that has its outcome."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        request, outputs, outcome = live.request, live.output_ids, live.outcome
+        if isinstance(outcome, RequestError):
+            ended = outcome.outcome
+        else:
+            assert outcome is not None, "it has not ended"
+            ended = outcome.choices[0].finish_reason
+        fields: dict[str, object] = {**live.log_fields, "outcome": str(ended)}
+        message = "request %r ended: %s, %d prompt tokens, %d output tokens"
+        said = [request.request_id, ended, len(request.input_ids), sum(map(len, outputs))]
+        if self._with_prompts:
+            fields["prompt"] = self._text(request.input_ids)
+            fields["output"] = [self._text(output) for output in outputs]
+            message += "; prompt %r, output %r"
+            said += [fields["prompt"], fields["output"]]
+        _log.info(message, *said, extra=fields)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        shown = list(token_ids[:_MOST_LOGGED_TOKENS])
+        return decode(self._tokenizer, shown, skip_special_tokens=False)

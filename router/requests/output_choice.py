@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvrelay.router.requests.events import ChoiceEnd, Delta, FinishReason
-from kvrelay.router.requests.merge import TokenMerge
 from kvrelay.router.requests.output_text import TextStream
 from kvrelay.wire.output import (
     NO_TIMINGS,
@@ -18,6 +18,56 @@ from kvrelay.wire.output import (
 from kvrelay.wire.submit import StopConditions
 
 _FINISH_REASONS = {EndReason.STOP: FinishReason.STOP, EndReason.LENGTH: FinishReason.LENGTH}
+
+
+class TokenMerge:
+    """A merge of tokens by their index; the first token that comes for an index stays.
+
+    Tokens at ``[0, len(taken_ids))`` were taken. Later ones wait for a token before them.
+    """
+
+    def __init__(self) -> None:
+        self.taken_ids = array("i")
+        """The ids of the tokens that were taken; it grows with them."""
+        self._early: dict[int, SampledToken] = {}
+
+    def add(self, index: int, tokens: Sequence[SampledToken]) -> int:
+        """Add tokens whose first is at `index`; indexes that have a token keep it.
+
+        Returns how many of the tokens differ from the one that stays.
+        """
+        contradicted = 0
+        for position, token in enumerate(tokens, start=index):
+            if position < len(self.taken_ids):
+                known = self.taken_ids[position]
+            else:
+                known = self._early.setdefault(position, token).token_id
+            contradicted += known != token.token_id
+        return contradicted
+
+    def take(self) -> tuple[SampledToken, ...]:
+        """Take and return the next tokens, up to the first that is missing."""
+        ready = []
+        while (token := self._early.pop(len(self.taken_ids), None)) is not None:
+            ready.append(token)
+            self.taken_ids.append(token.token_id)
+        return tuple(ready)
+
+    def take_next(self, index: int, token_id: int) -> bool:
+        """Take a token if it is the next and no other waits; return whether it was taken."""
+        if self._early or index != len(self.taken_ids):
+            return False
+        self.taken_ids.append(token_id)
+        return True
+
+    def forget_early(self) -> None:
+        """Drop the tokens that wait for a token before them."""
+        self._early.clear()
+
+    @property
+    def gapless(self) -> bool:
+        """Whether at least one token was taken, and none waits for a token before it."""
+        return bool(self.taken_ids) and not self._early
 
 
 class Choice:

@@ -1,4 +1,11 @@
-"""One request's output, as its readers see it: events in order, and one outcome."""
+"""One request's output, as its readers see it: events in order, and one outcome.
+
+Tokens take one of two ways through `OutputStream`, `Choice` and `TokenMerge`. `take` serves every
+report: tokens in any order, with ends, timings and scores. Nearly all reports bring one token, the
+next of its choice, and nothing else. `take_next` serves those without the objects of `take`: a
+router has one core for the tokens of all streams. It refuses whatever is not so plain, which then
+takes the first way. Both publish the same events.
+"""
 
 from __future__ import annotations
 

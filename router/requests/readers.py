@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvrelay.router.errors import DeadlineExceeded, RequestError, SlowReader
-from kvrelay.router.requests.inline_coroutine import MORE, EagerRun
+from kvrelay.router.requests.inline_coroutine import MORE, InlineCoroutine
 from kvrelay.router.requests.output_stream import OutputStream
 
 Write = Callable[[bytes], Coroutine[Any, Any, None]]
@@ -65,7 +65,7 @@ class Reader:
         self._first_new = stream.num_events
         self._read_bytes = stream.published_bytes  # what came before it does not count
         self._number = 0  # of the event that is written, or is to be
-        self._writing: EagerRun | None = None  # None: it has not begun, or is over
+        self._writing: InlineCoroutine | None = None  # None: it has not begun, or is over
         self._too_slow: SlowReader | None = None
         self._loop = asyncio.get_running_loop()
         self._patience_ends = math.inf  # on the loop's clock; infinity: it waits for no client
@@ -84,7 +84,8 @@ class Reader:
                 cancellation if its future is done. Otherwise a write goes on as soon as there is
                 room, and never after a cancellation: it may still hold the event.
         """
-        self._writing = EagerRun(self._write_all(write), self._is_idle if sends_first else None)
+        may_rest = self._is_idle if sends_first else None
+        self._writing = InlineCoroutine(self._write_all(write), may_rest)
         try:
             await self._writing.end()
         finally:

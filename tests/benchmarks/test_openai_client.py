@@ -7,10 +7,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from benchmarks.peers.measure import remote_prefill
 from kvrelay.deploy.load_generator.load_client import OK, WRONG_OUTPUT, RunClock
 from kvrelay.deploy.load_generator.openai_client import (
     CompletionsClient,
-    remote_prefill,
     served_model,
 )
 from kvrelay.deploy.load_generator.workload import Job, Prompts

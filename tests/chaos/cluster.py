@@ -31,6 +31,7 @@ from kvrelay.engine.faults import Fault
 from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.arming import arm, faults_fired
 from tests.chaos.load import Case, Expected, ask
 from tests.chaos.router_process import to_line
 from tests.ports import free_port
@@ -186,7 +187,7 @@ class ChaosCluster:
     async def arm(self, name: str, *faults: Fault) -> None:
         """Arm faults on a worker. One may happen before the worker has answered this call."""
         with suppress(ray.exceptions.RayActorError):
-            await self.cluster.arm(name, faults)
+            await arm(self.cluster, name, faults)
 
     async def until_fired(self, observer: str, pids: Sequence[int]) -> None:
         """Wait until a fault armed on `observer` has happened, or one of the processes is down."""
@@ -194,7 +195,7 @@ class ChaosCluster:
             while not any(map(is_down, pids)):
                 with suppress(TimeoutError, ray.exceptions.RayError):
                     async with asyncio.timeout(1):
-                        if await self.cluster.faults_fired(observer):
+                        if await faults_fired(self.cluster, observer):
                             return
                 await asyncio.sleep(0.01)
 

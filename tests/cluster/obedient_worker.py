@@ -56,7 +56,7 @@ class ObedientWorker:
     async def stop(self) -> None:
         (self._folder / f"{self._config.name}.stopped").touch()
 
-    def drain(self) -> None:
+    def begin_drain(self) -> None:
         self._drains.set()
 
     async def draining(self) -> None:
@@ -70,7 +70,7 @@ class ObedientWorker:
         self._order("asked").touch()
         if not self.take("old"):
             return False
-        self.drain()
+        self.begin_drain()
         return True
 
     async def drained(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrelay.deploy.controller.incarnation import Incarnation
+from kvrelay.deploy.controller.supervision.incarnation import Incarnation
 from kvrelay.deploy.nodes.local_ray import ray as ray_itself
 from kvrelay.engine.faults import Fault, FaultAction, FaultEvent
 from tests.chaos.__main__ import SHORT_TIMEOUT_S

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
-from tests.chaos.cells import SHORT_ALONE, Cell
+from tests.chaos.cells import SHORT_ALONE, Cell, Harm
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Expected, make_cases
@@ -24,7 +24,14 @@ async def expected(alone: ChaosCluster) -> Expected:
     return await alone.learn(make_cases())
 
 
-@pytest.mark.parametrize("cell", SHORT_ALONE, ids=str)
+CELLS = [
+    pytest.param(cell, marks=() if cell.harm is Harm.KILL else pytest.mark.slow)
+    for cell in SHORT_ALONE
+]
+"""In `make test` other files have requests that fail, and restarts."""
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_nobody_notices(alone: ChaosCluster, expected: Expected, cell: Cell):
     report = await experiment(alone, cell, expected)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
 from kvrelay.wire.worker_info import WorkerInfo
+from tests import arming
 from tests.cluster.running import RunningCluster, running
 from tests.cluster.supervised import is_running
 
@@ -42,7 +42,7 @@ async def cluster(ray, tiny) -> AsyncIterator[RunningCluster]:
 
 
 async def arm(cluster: RunningCluster, name: str, faults: str) -> WorkerInfo:
-    await cluster.deployment.cluster.call(Cluster.arm, name, parse_faults(faults))
+    await cluster.deployment.cluster.call(arming.arm, name, parse_faults(faults))
     return cluster.deployment.cluster.workers[name]
 
 

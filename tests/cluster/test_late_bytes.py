@@ -82,6 +82,7 @@ async def total(chaos: ChaosCluster, name: str, **labels: str) -> float:
     )
 
 
+@pytest.mark.slow  # test_chaos.py has this scenario with fewer requests in `make test`
 async def test_scenario_34_bytes_that_come_after_an_abort_change_no_token(
     chaos: ChaosCluster, expected: Expected
 ):

@@ -95,7 +95,7 @@ class Unseen:
 async def test_a_death_on_another_machine_is_seen_by_the_next_process_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvrelay.deploy.controller.incarnation.WorkerProcess", Unseen)
+    monkeypatch.setattr("kvrelay.deploy.controller.supervision.incarnation.WorkerProcess", Unseen)
     configs = [replace(config, worker_lease=1000) for config in make_configs(tmp_path)[:2]]
     async with Cluster(configs) as cluster:
         first = cluster.workers["decode-0"]
@@ -107,7 +107,7 @@ async def test_a_death_on_another_machine_is_seen_by_the_next_process_there(
 async def test_a_death_that_nobody_sees_is_believed_after_lease_and_margin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvrelay.deploy.controller.incarnation.WorkerProcess", Unseen)
+    monkeypatch.setattr("kvrelay.deploy.controller.supervision.incarnation.WorkerProcess", Unseen)
     monkeypatch.setattr("kvrelay.deploy.controller.cluster._CONTROLLER_LEASE_SECONDS", 2.0)
 
     async def end_process(self: WorkerHost, identity: ProcessIdentity) -> bool:

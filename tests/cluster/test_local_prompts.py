@@ -35,6 +35,19 @@ async def computed_by(cluster: Cluster, role: str) -> float:
     return await cluster.metric("kvrelay_placements_total", computed_by=role)
 
 
+async def test_tokens_do_not_depend_on_placement(tiny):
+    options = {"chunk_tokens": 64, "kv_memory": 8 << 20}
+    async with in_process(tiny, **options) as cluster:
+        expected = await ask_all(cluster)
+        assert await computed_by(cluster, "decode") == 0
+    async with in_process(tiny, placement=PlacementMode.ADAPTIVE, **options) as cluster:
+        assert await ask_all(cluster) == expected
+        assert await computed_by(cluster, "decode") > 0
+        assert await computed_by(cluster, "prefill") > 0
+        await cluster.assert_at_baseline()
+
+
+@pytest.mark.slow  # test_chaos_alone.py kills a worker that computes prompts in `make test`
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.timeout(180)
 async def test_tokens_do_not_depend_on_placement_or_on_a_lost_prefill_worker(ray, tiny):

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from docs.tools.dashboards.pages import DASHBOARDS
-from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.engine.faults import parse_faults
 from kvrelay.v1 import inference_pb2 as pb
+from tests.arming import arm
 from tests.cluster.prometheus import MISSING, RULES, Prometheus, scraping
 from tests.cluster.running import RunningCluster, running
 
@@ -172,7 +172,7 @@ async def test_a_violation_of_conservation_fires_its_alert(
 ):
     before = cluster.deployment.cluster.workers["decode-0"]
     assert "KvrelayConservationViolated" not in await prometheus.firing()
-    await cluster.deployment.cluster.call(Cluster.arm, "decode-0", parse_faults("lose:decoding"))
+    await cluster.deployment.cluster.call(arm, "decode-0", parse_faults("lose:decoding"))
     async with asyncio.timeout(SECONDS):
         while "KvrelayConservationViolated" not in (firing := await prometheus.firing()):
             await asyncio.sleep(0.5)

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvrelay.deploy.controller.changes.replacement_order import FIRST
+from kvrelay.deploy.controller.changes.steps import RollOrder, ScalePhase
 from kvrelay.deploy.controller.cluster import Cluster
-from kvrelay.deploy.controller.operators.admin_service import RollOrder, ScalePhase
+from kvrelay.deploy.controller.records.ordered_changes import FIRST
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc
 from kvrelay.wire.cluster_state import WorkerPhase
 from tests.cluster.commands import kvrelay
@@ -72,7 +72,8 @@ async def test_a_successor_that_does_not_start_stops_the_roll_and_undo_goes_back
             _ = [step async for step in cluster.roll(RollOrder(undo=True))]
         assert cluster.workers["decode-0"] == decode
         assert sorted(cluster.workers) == ["decode-0", "prefill-2"]
-        assert (cluster.workforce.open_roll, cluster.workforce.revision) == (None, FIRST)
+        written = cluster._written.cluster
+        assert (written.roll, written.revision) == (None, FIRST)
         await until(lambda: dead.incarnation in heard(tmp_path, "decode-0"))
 
 

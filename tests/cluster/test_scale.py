@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.deploy.controller.changes.steps import ScalePhase, ScaleStep
 from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.deploy.controller.cluster_thread import ClusterThread
-from kvrelay.deploy.controller.operators.admin_service import ScalePhase, ScaleStep
 from kvrelay.router.errors import CannotScale, UnknownWorker
 from kvrelay.wire.worker_info import WorkerRole
 from tests.cluster.obedient_worker import give_order

@@ -181,6 +181,7 @@ async def test_scenario_17_sessions_in_too_little_memory(tiny: Path) -> None:
         await cluster.assert_at_baseline()
 
 
+@pytest.mark.slow  # in `make test` tests/engine/test_session_matrix.py has workers die
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.timeout(180)
 async def test_a_lost_worker_costs_a_computation_and_never_the_session(ray, tiny: Path) -> None:

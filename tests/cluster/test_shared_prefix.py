@@ -8,7 +8,8 @@ import random
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE
-from tests.cluster.running import RunningCluster, running
+from tests.cluster.in_process import in_process
+from tests.cluster.running import Cluster
 
 NUMBER = 64
 PAGE_SIZE = 16
@@ -22,11 +23,11 @@ def prompt(number: int) -> list[int]:
     return [*PREFIX, *(rng.randrange(VOCAB_SIZE) for _ in range(SUFFIX_PAGES * PAGE_SIZE))]
 
 
-async def of_worker(cluster: RunningCluster, name: str, worker: str) -> float:
+async def of_worker(cluster: Cluster, name: str, worker: str) -> float:
     return await cluster.metric(f"kvrelay_{name}_total", worker=worker)
 
 
-async def assert_computed_once(cluster: RunningCluster, worker: str, generated: int = 0) -> float:
+async def assert_computed_once(cluster: Cluster, worker: str, generated: int = 0) -> float:
     """Return how many prompts a worker has had."""
     number = await of_worker(cluster, "prefix_lookups", worker)
     distinct = len(PREFIX) + number * SUFFIX_PAGES * PAGE_SIZE
@@ -36,7 +37,7 @@ async def assert_computed_once(cluster: RunningCluster, worker: str, generated: 
     return number
 
 
-async def assert_moved_once(cluster: RunningCluster, worker: str) -> float:
+async def assert_moved_once(cluster: Cluster, worker: str) -> float:
     """Return how many prompts a worker has taken over."""
     number = await of_worker(cluster, "prefix_lookups", worker)
     distinct = len(PREFIX) // PAGE_SIZE + number * SUFFIX_PAGES
@@ -48,12 +49,11 @@ async def assert_moved_once(cluster: RunningCluster, worker: str) -> float:
     "aggregated",
     [pytest.param(0, id="pairs"), pytest.param(2, id="aggregated", marks=pytest.mark.slow)],
 )
-async def test_one_system_prompt_is_computed_and_moved_once(ray, tiny, aggregated) -> None:
+async def test_one_system_prompt_is_computed_and_moved_once(tiny, aggregated) -> None:
     sides = {"aggregated": 2} if aggregated else {"prefill": 2, "decode": 2}
     page_bytes = 3 * 2 * 2 * PAGE_SIZE * 16 * 4
-    async with running(
+    async with in_process(
         tiny,
-        dtype="float32",
         kv_memory=2000 * page_bytes,
         chunk_tokens=64,
         prefix_wait=60.0,

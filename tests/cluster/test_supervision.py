@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from kvrelay.deploy.controller.changes.steps import DrainPhase
 from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.deploy.controller.cluster_thread import ClusterThread
-from kvrelay.deploy.controller.operators.admin_service import DrainPhase
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray as ray_module
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
@@ -391,7 +391,7 @@ async def test_a_drain_that_is_lost_on_its_way_is_told_again(
     cluster: Cluster, orders: Path, monkeypatch: pytest.MonkeyPatch
 ):
     first = cluster.workers["prefill-0"]
-    LostCalls(WorkerHost.drain, 2).install(monkeypatch)
+    LostCalls(WorkerHost.begin_drain, 2).install(monkeypatch)
     give_order(orders, "prefill-0", "leave", "now")
     async with asyncio.timeout(SECONDS):
         steps = [step async for step in cluster.drain("prefill-0", remove=False)]
@@ -444,7 +444,7 @@ async def test_a_removed_worker_does_not_come_back(tmp_path: Path, monkeypatch: 
     async with Cluster(configs) as cluster:
         removed = cluster.workers["prefill-0"]
         with monkeypatch.context() as patch:
-            LostCalls(WorkerHost.drain, math.inf).install(patch)
+            LostCalls(WorkerHost.begin_drain, math.inf).install(patch)
             with pytest.raises(CannotDrain, match="could not be told: it cannot be reached"):
                 await anext(cluster.drain("prefill-0", remove=True))
             assert not draining(cluster)

@@ -14,7 +14,6 @@ from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import expected, in_little_memory, run_load
 from tests.engine.test_scenarios import CHUNK, one_pair, random_prompts, step_until
-from tests.matrix import matrix
 
 
 def submit(simulation: Simulation, prompt: list[int], most: int, *, local: bool) -> SimRequest:
@@ -61,17 +60,11 @@ def test_a_prompt_that_was_submitted_before_is_dropped_and_not_refused(
     simulation.assert_at_baseline()
 
 
-@pytest.mark.parametrize(
-    ("overlap", "speculation", "retract_every", "windows", "cached"),
-    matrix(
-        (True, False),
-        (Speculation.NONE, Speculation.NGRAM),
-        (0, 3),
-        ((None,), (None, 7), (20,)),
-        (True, False),
-        one_in=3,
-    ),
-)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
+@pytest.mark.parametrize("retract_every", [0, 3])
+@pytest.mark.parametrize("windows", [(None,), (None, 7), (20,)])
+@pytest.mark.parametrize("cached", [True, False])
 def test_tokens_do_not_depend_on_who_computes_the_prompt(
     overlap, speculation, retract_every, windows, cached
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -21,9 +21,9 @@ import pytest
 
 from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore
-from kvrelay.deploy.controller.records.records import Started, WorkerRecord
 from kvrelay.deploy.nodes.local_ray import ray as real_ray
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.cluster_state import WorkerPhase
@@ -73,7 +73,7 @@ class Actor:
         elif method is WorkerHost.heartbeat:
             await self.may_answer.wait()
             return 1.0 if args[0] == self.started.info.incarnation else None
-        elif method is WorkerHost.drain:
+        elif method is WorkerHost.begin_drain:
             if args[0] == self.started.info.incarnation:
                 self.kill()  # it has nothing to finish
         elif method is not WorkerHost.stop:
@@ -122,9 +122,9 @@ class World:
         if (actor := self.actors.pop(name, None)) is not None:
             actor.kill()
 
-    async def end_left_over(self, _namespace: str, records: Sequence[WorkerRecord]) -> None:
-        for record in records:
-            self.remove(record.name)
+    async def end_left_over(self, _namespace: str, workers: Mapping[str, object]) -> None:
+        for name in workers:
+            self.remove(name)
 
     def close(self) -> None:
         for name in list(self.actors):
@@ -213,7 +213,7 @@ class Stopping(InProcessStore):
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.deploy.controller.supervisor.WorkerActor", Handle)
+    monkeypatch.setattr("kvrelay.deploy.controller.supervision.supervisor.WorkerActor", Handle)
     monkeypatch.setattr("kvrelay.deploy.bounded_waits._FIRST_SECONDS", 0.001)
     monkeypatch.setattr(
         "kvrelay.deploy.nodes.ray_places.PlacementGroupSchedulingStrategy",
@@ -232,7 +232,7 @@ async def make_world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[
         monkeypatch.setattr(
             "kvrelay.deploy.nodes.ray_places.find_groups", lambda namespace: dict(world.groups)
         )
-        for module in ("worker_adoption", "cluster"):
+        for module in ("supervision.worker_adoption", "cluster"):
             monkeypatch.setattr(
                 f"kvrelay.deploy.controller.{module}.end_left_over", world.end_left_over
             )

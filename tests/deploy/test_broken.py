@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.deploy.controller import cluster
-from kvrelay.deploy.controller.broken_process import BROKEN
+from kvrelay.deploy.controller.cluster import BROKEN
 from kvrelay.deploy.controller.cluster_thread import ClusterThread
 from kvrelay.deploy.controller.controller_host import ControllerHost
 from kvrelay.deploy.controller.controller_spec import SPEC, ControllerSpec

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.deploy.controller.changes.replacement_order import Replacement, Revision, Roll
-from kvrelay.deploy.controller.controller_metrics import METRICS, ControllerMetrics
-from kvrelay.deploy.controller.membership import Membership
+from kvrelay.deploy.controller.records.ordered_changes import Replacement, Revision, Roll
+from kvrelay.deploy.controller.supervision.controller_metrics import METRICS, ControllerMetrics
+from kvrelay.deploy.controller.supervision.membership import Membership
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.wire.worker_info import WorkerRole
@@ -71,7 +71,7 @@ def test_the_cause_of_a_failure():
 def test_a_roll_that_goes_on_stops_and_is_undone(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(
-        "kvrelay.deploy.controller.controller_metrics.time.monotonic", lambda: now[0]
+        "kvrelay.deploy.controller.supervision.controller_metrics.time.monotonic", lambda: now[0]
     )
     metrics = ControllerMetrics("m", Membership().discovery, list)
     served = CollectorRegistry(auto_describe=True)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from kvrelay.deploy.examination.examine import Seat, Wanted, examine
+from kvrelay.deploy.examination.examine import Seat, Wanted, examine, rounds
 from kvrelay.deploy.examination.examiner import Reading, lanes_of
 from kvrelay.deploy.examination.facts import (
     NodeFacts,
@@ -24,7 +24,6 @@ from kvrelay.deploy.examination.facts import (
     transparent_huge_pages,
 )
 from kvrelay.deploy.examination.findings import Finding, Level, Node, NodePair, findings_of
-from kvrelay.deploy.examination.rounds import rounds
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.wire.version import VERSION
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from kvrelay.deploy.controller.changes.drain_turns import DrainTurns
-from kvrelay.deploy.controller.membership import Membership
+from kvrelay.deploy.controller.changes.workforce import DrainTurns
+from kvrelay.deploy.controller.supervision.membership import Membership
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.worker_infos import worker_info
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
-from kvrelay.deploy.controller.incarnation import Incarnation
 from kvrelay.deploy.controller.records.leases import Leases, LeaseTimes
-from kvrelay.deploy.controller.records.records import Started
-from kvrelay.deploy.controller.watcher import Watcher
+from kvrelay.deploy.controller.supervision.incarnation import Incarnation
+from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.nodes.local_ray import ray
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor
 from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.nodes.worker_host import WorkerHost
@@ -104,5 +105,5 @@ async def test_a_worker_that_has_drained_elsewhere_is_dead_before_its_lease_is_o
 
 
 def identity_of(pid: int) -> ProcessIdentity:
-    here = ProcessIdentity.of_this_process()
+    here = ProcessIdentity.of(os.getpid())
     return ProcessIdentity(here.boot_id, here.pid_namespace, pid, _start_ticks(pid))

@@ -7,21 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.deploy.controller.changes.replacement_order import Replacement, Revision, Roll
-from kvrelay.deploy.controller.changes.wanted import Changes
 from kvrelay.deploy.controller.records.journal import Journal
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore, StoreError
 from kvrelay.deploy.controller.records.leases import Leases
+from kvrelay.deploy.controller.records.ordered_changes import Changes, Replacement, Revision, Roll
 from kvrelay.deploy.controller.records.records import (
     VERSION,
-    ActorPlace,
     ClusterPhase,
     ClusterRecord,
     Records,
-    Started,
     WorkerRecord,
 )
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.nodes.started_worker import ActorPlace, Started
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity
 from kvrelay.wire.worker_info import WorkerRole
 from tests.deploy.test_incarnation import INFO

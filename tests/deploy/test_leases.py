@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.deploy.controller.records.epoch import begin_epoch
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore
+from kvrelay.deploy.controller.records.leadership import begin_epoch
 from kvrelay.deploy.controller.records.leases import Leases, LeaseTimes
 from kvrelay.engine.worker.worker_lease import Renewal, StaleEpochError, WorkerLease
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvrelay.deploy.controller.membership import Membership
+from kvrelay.deploy.controller.supervision.membership import Membership
 from tests.worker_infos import worker_info
 
 FIRST, SECOND = worker_info(life=1), worker_info(life=2)

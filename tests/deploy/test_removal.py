@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvrelay.deploy.controller.changes.steps import ScalePhase
 from kvrelay.deploy.controller.cluster import Cluster
-from kvrelay.deploy.controller.operators.admin_service import ScalePhase
-from kvrelay.deploy.controller.records.records import Started
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray as real_ray
+from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.deploy.test_incarnation import INFO, identity_of
@@ -40,7 +40,7 @@ class ScriptedActor:
             return await self._start()
         if method is WorkerHost.heartbeat:
             return 1.0
-        if method is WorkerHost.drain:
+        if method is WorkerHost.begin_drain:
             self.remove()
         elif method not in (WorkerHost.process, WorkerHost.stop):
             await asyncio.Event().wait()
@@ -68,7 +68,9 @@ class ScriptedActor:
 
 @pytest.fixture(autouse=True)
 def actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.deploy.controller.supervisor.WorkerActor", ScriptedActor)
+    monkeypatch.setattr(
+        "kvrelay.deploy.controller.supervision.supervisor.WorkerActor", ScriptedActor
+    )
 
 
 def cluster_of_two(model: Path) -> Cluster:
@@ -85,7 +87,7 @@ async def test_nothing_is_kept_of_a_worker_that_has_left_but_its_name(
             assert steps[-1].phase in (ScalePhase.READY, ScalePhase.LEFT)
             assert len(cluster._supervisors) == len(cluster.workers) == count
         assert ray.room == 1, "the group of the start has a bundle in use"
-        assert cluster.workforce.names == {f"decode-{number}" for number in range(4)}
+        assert cluster._written.cluster.names == {f"decode-{number}" for number in range(4)}
     assert ray.room == 3
 
 
@@ -97,6 +99,6 @@ async def test_the_place_of_a_worker_that_did_not_start_is_given_back(
         with pytest.raises(ClusterError, match=r"^decode-2 did not start: .*not in the mood"):
             await cluster.workforce.add("decode-2", D)
         assert ray.room == 1
-        assert "decode-2" in cluster.workforce.names
+        assert "decode-2" in cluster._written.cluster.names
         await cluster.workforce.add("decode-3", D)
         assert ray.room == 0

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.controller.changes.replacement_order import FIRST
+from kvrelay.deploy.controller.changes.steps import RollOrder
 from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.deploy.controller.controller_spec import ControllerSpec
 from kvrelay.deploy.controller.detached import _is_as_asked
-from kvrelay.deploy.controller.membership import Membership
-from kvrelay.deploy.controller.operators.admin_service import RollOrder
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore
+from kvrelay.deploy.controller.records.ordered_changes import FIRST
+from kvrelay.deploy.controller.supervision.membership import Membership
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
 from kvrelay.deploy.nodes.worker_host import WorkerHost
@@ -106,7 +106,7 @@ async def test_whenever_a_controller_dies_its_successor_goes_on_with_the_roll(
             assert chunks(world) == (before if at == first else after), at
             assert all(actor.runs for actor in world.actors.values())
             assert all(world.starts.count(name) <= 1 for name in world.starts), (at, world.starts)
-            assert cluster.workforce.open_roll is None
+            assert cluster._written.cluster.roll is None
             await stop_all(cluster, world)
 
 
@@ -146,7 +146,8 @@ async def test_a_successor_that_does_not_start_stops_it_until_it_is_undone(
         await anext(cluster.drain("decode-0", remove=True))
     await roll(cluster, RollOrder(undo=True))
     assert sorted(cluster.workers) == ["decode-0", "prefill-2"]
-    assert (cluster.workforce.open_roll, cluster.workforce.revision) == (None, FIRST)
+    written = cluster._written.cluster
+    assert (written.roll, written.revision) == (None, FIRST)
     await grow(cluster, Handle.world)
     assert chunks(Handle.world) == {"decode-0": 512, "prefill-2": 512, "decode-2": 512}
 
@@ -222,7 +223,7 @@ async def test_options_that_cannot_be_are_refused(
 ):
     with pytest.raises(CannotRoll, match=f"^{why}"):
         await roll(cluster, RollOrder(options))
-    assert cluster.workforce.open_roll is None
+    assert cluster._written.cluster.roll is None
 
 
 def rolls_counted(cluster: Cluster) -> dict[str, float]:
@@ -253,7 +254,7 @@ async def test_it_is_not_begun_while_the_cluster_is_scaled(cluster: Cluster):
         await roll(cluster, RollOrder(OPTIONS))
     await scaling
     rolling = asyncio.create_task(roll(cluster, RollOrder(OPTIONS)))
-    while cluster.workforce.open_roll is None:
+    while cluster._written.cluster.roll is None:
         await asyncio.sleep(0)
     with pytest.raises(CannotScale):
         await scale(cluster, 3)

@@ -3,38 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
-from kvrelay.deploy.controller.changes.replacement_order import FIRST, Revision, Roll
 from kvrelay.deploy.controller.changes.replacing import Rolling
-from kvrelay.deploy.controller.operators.admin_service import (
+from kvrelay.deploy.controller.changes.role_configs import WorkerConfigs
+from kvrelay.deploy.controller.changes.steps import (
     DrainPhase,
     DrainStep,
     RollOrder,
     ScalePhase,
     ScaleStep,
 )
+from kvrelay.deploy.controller.changes.workforce import Workforce
+from kvrelay.deploy.controller.records.journal import Journal
+from kvrelay.deploy.controller.records.key_value_store import InProcessStore
+from kvrelay.deploy.controller.records.leases import Leases, LeaseTimes
+from kvrelay.deploy.controller.records.ordered_changes import FIRST, Revision, Roll
+from kvrelay.deploy.controller.records.records import ClusterRecord, WorkerRecord
+from kvrelay.deploy.controller.supervision.controller_metrics import ControllerMetrics
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.engine.worker.worker_lease import boottime
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import CannotDrain, CannotRoll
 from kvrelay.wire.worker_info import WorkerRole
+from tests.deploy.test_placement import CONFIG
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 SECONDS = 60
 OPTIONS = {"chunk_tokens": "7"}
 
 
+class HoldingStore(InProcessStore):
+    """Writes when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+
+    async def put(self, key: str, value: bytes) -> None:
+        await asyncio.sleep(0)
+        await self.may_write.wait()
+        await super().put(key, value)
+
+
 class ScriptedCluster:
-    """Starts and drains workers as it is let, and keeps account of how many there are."""
+    """A real journal, and a workforce that starts and drains as it is let.
+
+    It keeps account of how many workers there are.
+    """
 
     def __init__(self, **counts: int) -> None:
         names = [f"{role}-{n}" for role, count in counts.items() for n in range(count)]
         self.workers = {name: WorkerRole(name.partition("-")[0]) for name in names}
-        self.revisions_of = dict.fromkeys(names, FIRST)
-        self.names = set(names)
+        self.configs = WorkerConfigs(
+            [replace(CONFIG, name=n, role=r) for n, r in self.workers.items()]
+        )
+        self.store = HoldingStore()
+        leases = Leases(1, LeaseTimes(1, math.inf), began=boottime())
+        self.journal = Journal(self.store, leases)
+        self.journal.cluster = ClusterRecord(names=frozenset(names))
+        self.journal.workers = {n: WorkerRecord(n, r) for n, r in self.workers.items()}
         self.fails: dict[str, Exception] = {}
         self.hangs: set[str] = set()
         self.starting: set[str] = set()
@@ -45,33 +80,36 @@ class ScriptedCluster:
         """Workers that have no next incarnation yet."""
         self.seen: list[tuple[int, int]] = []
         """Workers that have a place, and that take requests, after each change."""
-        self.revision = FIRST
-        self.previous: Revision | None = None
-        self.open_roll: Roll | None = None
         self.is_scaling = False
-        self.may_write = asyncio.Event()
-        self.may_write.set()
 
     @property
     def staying(self) -> Mapping[str, WorkerRole]:
         return self.workers
 
     @property
-    def revisions(self) -> Mapping[str, int]:
-        return {name: one.number for name, one in self.revisions_of.items()}
+    def revisions_of(self) -> Mapping[str, Revision]:
+        return {name: one.revision for name, one in self.journal.workers.items()}
 
-    def check_revision(self, revision: Revision) -> None:
-        if "worker_lease" in revision.options:
-            raise ValueError("worker_lease: is as it is")
+    @property
+    def revision(self) -> Revision:
+        return self.journal.cluster.revision
 
-    async def write_roll(self, roll: Roll) -> None:
-        self.open_roll = roll
-        await asyncio.sleep(0)
-        await self.may_write.wait()
+    @property
+    def previous(self) -> Revision | None:
+        return self.journal.cluster.previous
 
-    async def end_roll(self, roll: Roll) -> None:
-        self.previous = self.previous if roll.target == self.revision else self.revision
-        self.revision, self.open_roll = roll.target, None
+    @property
+    def open_roll(self) -> Roll | None:
+        return self.journal.cluster.roll
+
+    def make_rolling(self) -> Rolling:
+        return Rolling(
+            cast("Workforce", self),
+            self.configs,
+            lambda: self.journal,
+            ControllerMetrics("m", StaticDiscovery(), lambda: ()),
+            lambda: self.is_scaling,
+        )
 
     async def until_up(self, name: str) -> None:
         await asyncio.sleep(0)
@@ -85,7 +123,7 @@ class ScriptedCluster:
     async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
         assert revision is not None
         assert name not in self.workers
-        self.names.add(name)
+        await self.journal.write_cluster(names=self.journal.cluster.names | {name})
         self.starting.add(name)
         self._count()
         try:
@@ -94,12 +132,15 @@ class ScriptedCluster:
                 await asyncio.Event().wait()
             if name in self.fails:
                 raise self.fails[name]
-            self.workers[name], self.revisions_of[name] = role, revision
+            self.workers[name] = role
+            await self.journal.add_worker(WorkerRecord(name, role, revision=revision))
         finally:
             self.starting.discard(name)
             self._count()
 
-    async def leave(self, worker: str) -> AsyncIterator[DrainStep]:
+    async def drain(self, worker: str, *, remove: bool, for_roll: bool) -> AsyncIterator[DrainStep]:
+        assert remove
+        assert for_roll
         if self.away.get(worker):
             self.away[worker] -= 1
             raise CannotDrain("it is not up")
@@ -109,16 +150,17 @@ class ScriptedCluster:
         yield DrainStep(DrainPhase.DRAINING, worker)
         await asyncio.sleep(0.001)
         yield DrainStep(DrainPhase.LEFT, worker)
+        await self.journal.remove_worker(worker)
         asyncio.get_running_loop().call_later(0.001, self.leaving.discard, worker)
 
     def _count(self) -> None:
-        there = len(self.workers) + len(self.starting | self.leaving)
+        there = len(self.workers.keys() | self.starting | self.leaving)
         self.seen.append((there, len(self.workers)))
 
 
 async def roll(cluster: ScriptedCluster, order: RollOrder) -> list[ScaleStep]:
     async with asyncio.timeout(SECONDS):
-        return [step async for step in Rolling(cluster).roll(order)]
+        return [step async for step in cluster.make_rolling().roll(order)]
 
 
 def assert_all_have(cluster: ScriptedCluster, options: Mapping[str, str], **counts: int) -> None:
@@ -137,7 +179,10 @@ async def test_each_successor_is_ready_before_its_predecessor_drains():
     expected = list(zip(names, 3 * phases, strict=True))
     assert [(step.worker, step.phase) for step in steps] == expected
     assert_all_have(cluster, OPTIONS, prefill=1, decode=2)
-    assert (cluster.revision.options, cluster.previous) == (OPTIONS, FIRST)
+    assert (cluster.revision.options, cluster.previous) == (
+        OPTIONS,
+        FIRST,
+    )
     assert cluster.open_roll is None
 
 
@@ -226,7 +271,7 @@ async def test_options_that_workers_have_already_replace_nobody_and_none_replace
 async def test_undo_ends_a_roll_whose_successor_hangs():
     cluster = ScriptedCluster(decode=2)
     cluster.hangs.add("decode-3")
-    rolling = Rolling(cluster)
+    rolling = cluster.make_rolling()
 
     async def listen() -> None:
         async for _ in rolling.roll(RollOrder(OPTIONS)):
@@ -249,20 +294,20 @@ async def test_undo_ends_a_roll_whose_successor_hangs():
 async def order_and_leave(cluster: ScriptedCluster, rolling: Rolling, order: RollOrder) -> None:
     """Order a roll, and be cancelled while it is written down."""
     before = cluster.open_roll
-    cluster.may_write.clear()
+    cluster.store.may_write.clear()
     listening = asyncio.ensure_future(anext(rolling.roll(order)))
     while cluster.open_roll is before:
         await asyncio.sleep(0)
     listening.cancel()
     await asyncio.sleep(0)
-    cluster.may_write.set()
+    cluster.store.may_write.set()
     with pytest.raises(asyncio.CancelledError):
         await listening
 
 
 async def test_a_roll_whose_caller_leaves_at_its_beginning_is_made_all_the_same():
     cluster = ScriptedCluster(decode=2)
-    rolling = Rolling(cluster)
+    rolling = cluster.make_rolling()
     for order, options in ((RollOrder(OPTIONS), OPTIONS), (RollOrder(undo=True), {})):
         async with asyncio.timeout(SECONDS):
             await order_and_leave(cluster, rolling, order)
@@ -276,12 +321,12 @@ async def test_a_roll_whose_caller_leaves_at_its_beginning_is_made_all_the_same(
 async def test_a_cluster_that_stops_begins_no_roll_that_was_ordered_just_before():
     cluster = ScriptedCluster(decode=2)
     cluster.hangs.add("decode-2")
-    rolling = Rolling(cluster)
+    rolling = cluster.make_rolling()
     first = asyncio.ensure_future(anext(rolling.roll(RollOrder(OPTIONS))))
     while "decode-2" not in cluster.starting:
         await asyncio.sleep(0)
     undo = asyncio.ensure_future(anext(rolling.roll(RollOrder(undo=True))))
-    closing = asyncio.create_task(rolling.close())
+    closing = asyncio.create_task(rolling.stop())
     async with asyncio.timeout(SECONDS):
         await closing
         with pytest.raises(CannotRoll, match="the cluster is being stopped"):
@@ -346,11 +391,11 @@ async def test_another_controller_goes_on_but_not_with_what_has_stopped():
     await roll(cluster, RollOrder(OPTIONS))
     assert cluster.open_roll is not None
     before = set(cluster.workers)
-    Rolling(cluster).resume(cluster.open_roll)
+    cluster.make_rolling().resume(cluster.open_roll)
     await asyncio.sleep(0.02)
     assert set(cluster.workers) == before
     cluster.fails.clear()
-    rolling = Rolling(cluster)
+    rolling = cluster.make_rolling()
     rolling.resume(replace(cluster.open_roll, failed=""))
     async with asyncio.timeout(SECONDS):
         while rolling.is_running:
@@ -365,7 +410,7 @@ async def test_another_controller_goes_on_but_not_with_what_has_stopped():
         (RollOrder(OPTIONS, 0, 1), "max_unavailable: must be less than .* prefill .* is 1"),
         (RollOrder({"page-size": "4"}), "page_size: workers of one cluster cannot differ in it"),
         (RollOrder({"model": "x"}), "model: is no option of workers alone"),
-        (RollOrder({"worker_lease": "7"}), "worker_lease: is as it is"),
+        (RollOrder({"worker_lease": "7"}), "worker_lease: workers would have leases of 7 s"),
         (RollOrder({"nonsense": "4"}), "nonsense: there is no such option"),
         (RollOrder(undo=True), "undo: there was no roll"),
         (RollOrder(OPTIONS, undo=True), "undo: .* none can be given"),

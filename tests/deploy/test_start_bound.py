@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.deploy.nodes.start_bound import SLOWEST_BYTES_PER_SECOND, start_seconds
+from kvrelay.deploy.controller.supervision.supervisor import SLOWEST_BYTES_PER_SECOND, start_seconds
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerRole
 

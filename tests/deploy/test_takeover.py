@@ -203,4 +203,4 @@ async def test_a_journal_has_every_worker_before_its_actor_is_there(
     monkeypatch.setattr(Journal, "add_worker", add_worker)
     async with cluster:
         await scale(cluster, 3)
-        assert set(written) == set(world.actors) == cluster.workforce.names
+        assert set(written) == set(world.actors) == cluster._written.cluster.names

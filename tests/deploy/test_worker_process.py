@@ -16,9 +16,9 @@ import pytest
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity, WorkerProcess
 
 TELL = (
-    "import time\n"
+    "import os, time\n"
     "from kvrelay.deploy.nodes.worker_process import ProcessIdentity\n"
-    "print(ProcessIdentity.of_this_process().start_ticks, flush=True)\n"
+    "print(ProcessIdentity.of(os.getpid()).start_ticks, flush=True)\n"
     "time.sleep(600)"
 )
 
@@ -33,7 +33,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
 def identity_of(child: subprocess.Popen[str]) -> ProcessIdentity:
     assert child.stdout is not None
     start_ticks = int(child.stdout.readline())
-    return replace(ProcessIdentity.of_this_process(), pid=child.pid, start_ticks=start_ticks)
+    return replace(ProcessIdentity.of(os.getpid()), pid=child.pid, start_ticks=start_ticks)
 
 
 async def ends(process: WorkerProcess, *, within: float) -> bool:
@@ -102,7 +102,7 @@ async def test_another_process_with_its_pid_is_not_taken_for_it(
 
 @pytest.mark.parametrize("elsewhere", ["boot_id", "pid_namespace"])
 async def test_a_process_on_another_machine_cannot_be_observed(elsewhere: str) -> None:
-    identity = ProcessIdentity.of_this_process()
+    identity = ProcessIdentity.of(os.getpid())
     changes: dict[str, Any] = {elsewhere: "other"}
     assert WorkerProcess.find(replace(identity, **changes)) is None
 

@@ -13,7 +13,7 @@ import pytest
 from docs.tools.generated import with_part
 from docs.tools.grpc_api import markdown
 from docs.tools.pictures.publish import MAX_BYTES
-from kvrelay.deploy.controller.controller_metrics import METRICS as CONTROLLER_METRICS
+from kvrelay.deploy.controller.supervision.controller_metrics import METRICS as CONTROLLER_METRICS
 from kvrelay.engine.scheduler.metrics import METRICS as WORKER_METRICS
 from kvrelay.router.metrics import METRICS as ROUTER_METRICS
 

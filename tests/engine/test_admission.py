@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.scheduler.admit_in_turn import AdmissionInTurn
-from kvrelay.engine.scheduler.chunks import share_budget
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import WorkerMetrics
 from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
+from kvrelay.engine.scheduler.prompts_in_progress import share_budget
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.shape import PoolShape

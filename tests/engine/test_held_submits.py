@@ -92,7 +92,7 @@ async def test_a_worker_that_drains_gives_back_what_waits_and_holds_nothing_more
     served = Served()
     waiting = message(request_id="slow", first_choice=2, num_prompt_tokens=2, params=WITH_GRAMMAR)
     served.service.take(worker_pb2.AttachRequest(submit=waiting), served.link)
-    served.service.drain()
+    served.service.retract_held()
     [outputs] = served.link.take_all()
     [output] = known(outputs).outputs
     assert (output.key.request_id, output.key.attempt, output.key.choice) == ("slow", 1, 2)

@@ -27,10 +27,20 @@ from tests.engine.test_modes import expected, run_load
 from tests.engine.test_scenarios import step_until
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
-from tests.matrix import matrix
 
-MODES: Final = ((True, False), (Speculation.NONE, Speculation.NGRAM), (0, 3), (True, False))
-"""Whether steps overlap, drafts, steps between retractions, whether it is aggregated."""
+MODES: Final[dict[str, list[Any]]] = {
+    "overlap": [True, False],
+    "speculation": [Speculation.NONE, Speculation.NGRAM],
+    "retract_every": [0, 3],
+    "aggregated": [True, False],
+}
+
+
+def every_mode(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a test that takes all of `MODES`."""
+    for name, values in MODES.items():
+        test = pytest.mark.parametrize(name, values)(test)
+    return test
 
 
 def in_little_memory(
@@ -238,10 +248,8 @@ def test_a_prompt_that_the_host_cannot_hold_does_not_keep_others_out() -> None:
     assert tier.pages.num_known(keys), "the host has the later one"
 
 
-@pytest.mark.parametrize(
-    ("overlap", "speculation", "retract_every", "aggregated", "host_pages"),
-    matrix(*MODES, (7, 200), one_in=3),
-)
+@every_mode
+@pytest.mark.parametrize("host_pages", [7, 200])
 def test_tokens_do_not_depend_on_the_tier(
     overlap: bool, speculation: Speculation, retract_every: int, aggregated: bool, host_pages: int
 ) -> None:

@@ -21,18 +21,17 @@ from tests.engine.simulation import Simulation
 from tests.engine.simulation.storage import MemoryStore, SharedPages
 from tests.engine.simulation.worker import PAGE_BYTES, SimWorker
 from tests.engine.test_host_tier import (
-    MODES,
     PROMPTS,
     Clocked,
     RealModel,
     ask,
     computed_tokens,
+    every_mode,
     in_little_memory,
     real_models,
 )
 from tests.engine.test_modes import expected, run_load
 from tests.known import known
-from tests.matrix import matrix
 
 
 def with_storage(shared: SharedPages, page_size: int, **mode: Any) -> Simulation:
@@ -90,10 +89,8 @@ def test_what_the_host_may_evict_is_written() -> None:
     simulation.assert_at_baseline()
 
 
-@pytest.mark.parametrize(
-    ("overlap", "speculation", "retract_every", "aggregated", "host_pages"),
-    matrix(*MODES, (7, 60), one_in=3),
-)
+@every_mode
+@pytest.mark.parametrize("host_pages", [7, 60])
 def test_tokens_do_not_depend_on_storage(
     overlap: bool, speculation: Speculation, retract_every: int, aggregated: bool, host_pages: int
 ) -> None:

@@ -12,7 +12,6 @@ from kvrelay.engine.config import Speculation
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.submit import SamplingParams
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
-from tests.matrix import matrix
 
 SAMPLINGS = (
     SamplingParams(temperature=0),
@@ -68,18 +67,12 @@ def in_little_memory(page_size: int, **mode: Any) -> Simulation:
     )
 
 
-@pytest.mark.parametrize(
-    ("overlap", "speculation", "retract_every", "windows", "cached", "aggregated"),
-    matrix(
-        (True, False),
-        (Speculation.NONE, Speculation.NGRAM),
-        (0, 3),
-        ((None,), (None, 7), (20,)),
-        (True, False),
-        (True, False),
-        one_in=3,
-    ),
-)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
+@pytest.mark.parametrize("retract_every", [0, 3])
+@pytest.mark.parametrize("windows", [(None,), (None, 7), (20,)])
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("aggregated", [True, False])
 def test_tokens_do_not_depend_on_the_mode(
     overlap, speculation, retract_every, windows, cached, aggregated
 ) -> None:

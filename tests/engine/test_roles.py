@@ -17,7 +17,6 @@ from kvrelay.prefill_worker.request import (
 from kvrelay.wire.hand_over import Ask, Ended, Grant, Released, Sequenced
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
-from tests.matrix import matrix
 
 BASES = [random.Random(base).choices(range(97), k=60) for base in range(2)]
 
@@ -50,10 +49,10 @@ def dropped(worker: SimWorker, kind: str) -> float:
 WINDOWS = ((None,), (None, 7), (20,))
 
 
-@pytest.mark.parametrize(
-    ("seed", "page_size", "cached", "windows"),
-    matrix(range(4), (1, 3, 16), (True, False), WINDOWS, one_in=3, together=2),
-)
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(4))
 def test_undisturbed_requests_give_the_models_tokens(seed, page_size, cached, windows):
     simulation = Simulation(
         seed, page_size, 160 // page_size, rows=6, chunk=16, cached=cached, windows=windows
@@ -70,10 +69,9 @@ def test_undisturbed_requests_give_the_models_tokens(seed, page_size, cached, wi
     simulation.assert_at_baseline()
 
 
-@pytest.mark.parametrize(
-    ("seed", "page_size", "windows"),
-    matrix(range(8), (1, 3, 16), WINDOWS, one_in=3, together=2),
-)
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(8))
 def test_disturbed_requests_leave_nothing_and_harm_nobody(seed, page_size, windows):
     simulation = Simulation(
         seed, page_size, pages=160 // page_size, rows=6, chunk=16, windows=windows

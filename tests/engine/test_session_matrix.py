@@ -29,6 +29,7 @@ from tests.engine.simulation import SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.storage import MemoryStore, SharedPages
 from tests.engine.simulation.worker import PAGE_BYTES
+from tests.pairwise import share
 
 TIER_PHASES = (
     Phase.PREFETCHING,
@@ -190,14 +191,19 @@ CELLS = [
     (Phase.FETCHING, False),
     (Phase.FETCHING, True),
 ]
+"""A phase, and whether a prefill worker comes to it."""
 
 
-@pytest.mark.parametrize(("phase", "by_prefill"), CELLS, ids=lambda value: f"{value}")
-@pytest.mark.parametrize("victim", [Victim.PREFILL, Victim.DECODE, Victim.ROUTER])
+@pytest.mark.parametrize(
+    ("cell", "victim"),
+    share(CELLS, [Victim.PREFILL, Victim.DECODE, Victim.ROUTER], one_in=3),
+    ids=lambda value: f"{value}",
+)
 @pytest.mark.parametrize("nth", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_death_costs_no_token_no_session_and_no_page(
-    phase: Phase, by_prefill: bool, victim: Victim, nth: int
+    cell: tuple[Phase, bool], victim: Victim, nth: int
 ) -> None:
+    phase, by_prefill = cell
     seed = 1 if phase in STORAGE_PHASES else nth  # with others a decode worker seldom fetches
     survives(Mortal(phase, by_prefill, victim, nth, seed), by_prefill, seed)
 
@@ -240,15 +246,19 @@ class Failing(Mortal):
 
 
 @pytest.mark.parametrize(
-    ("phase", "by_prefill"),
-    [cell for cell in CELLS if cell[0] in TIER_PHASES],
+    ("cell", "victim"),
+    share(
+        [cell for cell in CELLS if cell[0] in TIER_PHASES],
+        [Victim.NOBODY, Victim.PREFILL, Victim.DECODE],
+        one_in=3,
+    ),
     ids=lambda value: f"{value}",
 )
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("victim", [Victim.NOBODY, Victim.PREFILL, Victim.DECODE])
 def test_copies_that_fail_cost_no_token_no_session_and_no_page(
-    phase: Phase, by_prefill: bool, every: int, victim: Victim
+    cell: tuple[Phase, bool], victim: Victim, every: int
 ) -> None:
+    phase, by_prefill = cell
     simulation = Failing(phase, by_prefill, victim, every, seed=1)
     survives(simulation, by_prefill, seed=1)
     assert simulation.failed, "no copy has failed"
@@ -302,7 +312,7 @@ def test_a_planted_fault_is_found(
     nth: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    test_a_death_costs_no_token_no_session_and_no_page(phase, by_prefill, victim, nth)
+    test_a_death_costs_no_token_no_session_and_no_page((phase, by_prefill), victim, nth)
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_a_death_costs_no_token_no_session_and_no_page(phase, by_prefill, victim, nth)
+        test_a_death_costs_no_token_no_session_and_no_page((phase, by_prefill), victim, nth)

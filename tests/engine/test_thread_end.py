@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvrelay.deploy.controller import supervisor
+from kvrelay.deploy.controller.supervision import supervisor
 from kvrelay.device import thread_end
 from kvrelay.device.thread_end import CLOSE_SECONDS, LEAST_SECONDS, close_all
 from kvrelay.engine.executor.forward_thread import ForwardThread

@@ -32,13 +32,18 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1200)]
 @pytest.mark.parametrize(
     ("seed", "number", "aggregated", "speculation", "windows"),
     [
-        pytest.param(1, 500, False, Speculation.NONE, (None,), id="pair"),
-        pytest.param(2, 500, True, Speculation.NGRAM, (None, 24), id="aggregated-hybrid"),
+        pytest.param(1, 250, False, Speculation.NONE, (None,), id="pair"),
+        pytest.param(2, 250, True, Speculation.NGRAM, (None, 24), id="aggregated-hybrid"),
         *(
             pytest.param(3, 4000, aggregated, speculation, windows, marks=LONG)
-            for aggregated in (False, True)
-            for speculation in (Speculation.NONE, Speculation.NGRAM)
-            for windows in ((None,), (None, 24), (24,))
+            for aggregated, speculation, windows in (
+                (False, Speculation.NONE, (None,)),
+                (False, Speculation.NGRAM, (None, 24)),
+                (False, Speculation.NONE, (24,)),
+                (True, Speculation.NGRAM, (None,)),
+                (True, Speculation.NONE, (None, 24)),
+                (True, Speculation.NGRAM, (24,)),
+            )
         ),
     ],
 )

@@ -65,7 +65,7 @@ def find(
     machine: type[RuleBasedStateMachine],
     search: settings = BELOW_THE_DEVICE,
     *,
-    few: int | None = 50,
+    few: int | None = 20,
 ) -> None:
     """A model-based test of a machine fails with a fault.
 

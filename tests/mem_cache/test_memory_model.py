@@ -7,6 +7,7 @@ The reference is `tests.mem_cache.memory`: contents that tell whose they are.
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,6 +15,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from kvrelay.mem_cache.leases.release import Outcome
@@ -23,7 +25,7 @@ from tests.mem_cache.memory import Holder, Memory
 
 STEPS = 60
 MAKE_TEST = settings(
-    max_examples=300, stateful_step_count=STEPS, deadline=None, print_blob=True,
+    max_examples=100, stateful_step_count=STEPS, deadline=None, print_blob=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 KINDS = ("full", "hybrid", "window", "none")
@@ -337,3 +339,8 @@ if settings.get_current_profile_name() == "nightly":
     TestMemoryModel.settings = settings(MAKE_TEST, max_examples=settings().max_examples)
 else:
     TestMemoryModel.settings = MAKE_TEST
+
+
+@pytest.mark.slow
+def test_many_more_walks() -> None:
+    run_state_machine_as_test(MemoryMachine, settings=settings(MAKE_TEST, max_examples=500))

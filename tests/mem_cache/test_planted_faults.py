@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
 from kvrelay.mem_cache.leases.promises import Promises
 from kvrelay.mem_cache.leases.publishing import PrefixSharing
+from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.mem_cache.page_allocator import PageAllocator
 from kvrelay.mem_cache.prefix.eviction_queue import EvictionQueue
 from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
@@ -26,6 +28,9 @@ from kvrelay.mem_cache.prefix.radix_forest import RadixForest
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from tests.mem_cache.planting import SEARCH, Faults, find, wrap
+from tests.mem_cache.test_fork import (
+    test_choice_ends_before_its_page_is_copied as choice_scenario,
+)
 from tests.mem_cache.test_memory_model import KINDS, MemoryMachine
 from tests.mem_cache.test_settled import (
     test_a_duplicate_stays_its_leases_own_until_its_release as duplicate_scenario,
@@ -270,7 +275,8 @@ def share_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, KVCacheManager, "fork", fork)
 
 
-RARE = {
+RARE: dict[str, Callable[[], None]] = {
+    "fork_without_its_fence": partial(choice_scenario, "the first", Outcome.ABORTED, cached=True),
     "replace_pages_that_a_peer_reads": duplicate_scenario,
     "publish_the_unaligned_page": tail_scenario,
 }
@@ -297,6 +303,7 @@ def test_a_fault_that_seldom_shows_is_found_by_its_scenario(
         RARE[name]()
 
 
-def test_without_a_fault_nothing_is_found():
+@pytest.mark.parametrize("walks", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_without_a_fault_nothing_is_found(walks: int):
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(DeviceMachine, settings=settings(SEARCH, max_examples=100))
+    run_state_machine_as_test(DeviceMachine, settings=settings(SEARCH, max_examples=walks))

@@ -180,6 +180,7 @@ def test_a_planted_fault_of_the_host_tier_is_found(name: str, monkeypatch: pytes
     find(FAULTS[name], monkeypatch, HostMachine)
 
 
-def test_without_a_fault_nothing_is_found():
+@pytest.mark.parametrize("walks", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_without_a_fault_nothing_is_found(walks: int):
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(HostMachine, settings=settings(BELOW_THE_DEVICE, max_examples=100))
+    run_state_machine_as_test(HostMachine, settings=settings(BELOW_THE_DEVICE, max_examples=walks))

@@ -87,6 +87,9 @@ def test_a_planted_fault_of_lending_is_found(name: str, monkeypatch: pytest.Monk
     find(FAULTS[name], monkeypatch, LendingMachine)
 
 
-def test_without_a_fault_nothing_is_found():
+@pytest.mark.parametrize("walks", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_without_a_fault_nothing_is_found(walks: int):
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(LendingMachine, settings=settings(BELOW_THE_DEVICE, max_examples=60))
+    run_state_machine_as_test(
+        LendingMachine, settings=settings(BELOW_THE_DEVICE, max_examples=walks)
+    )

@@ -129,6 +129,9 @@ def test_a_planted_fault_of_windows_on_the_host_is_found(
     find(FAULTS[name], monkeypatch, WindowMachine)
 
 
-def test_without_a_fault_nothing_is_found():
+@pytest.mark.parametrize("walks", [30, pytest.param(150, marks=pytest.mark.slow)])
+def test_without_a_fault_nothing_is_found(walks: int):
     """Or else the tests above would show nothing."""
-    run_state_machine_as_test(WindowMachine, settings=settings(BELOW_THE_DEVICE, max_examples=150))
+    run_state_machine_as_test(
+        WindowMachine, settings=settings(BELOW_THE_DEVICE, max_examples=walks)
+    )

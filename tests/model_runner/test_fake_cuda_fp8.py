@@ -13,17 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from kvrelay.model_runner.layers.fp8_linear import BlockScaledLinear, RowScaledLinear
 from kvrelay.model_runner.runner import ModelRunner
-from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
+from tests.model_runner.fake_cuda import DEVICE, fake_cuda
 from tests.model_runner.fp8_models import FORMATS, write_fp8
 from tests.model_runner.test_fake_cuda import run_on_device
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.test_fp8_linear import made_products
 from tests.model_runner.tiny_models import Models
 
-
-@pytest.fixture(scope="module", autouse=True)
-def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    load_guard(tmp_path_factory.mktemp("guard"))
+pytestmark = pytest.mark.usefixtures("guard")
 
 
 @pytest.fixture

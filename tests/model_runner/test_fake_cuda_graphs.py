@@ -18,16 +18,13 @@ from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
-from tests.model_runner.fake_cuda import DEVICE, fake_cuda, load_guard
+from tests.model_runner.fake_cuda import DEVICE, fake_cuda
 from tests.model_runner.sequences import Sequences
-from tests.model_runner.test_decoder import NAMES
+from tests.model_runner.test_decoder import OFTEN
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
 
-
-@pytest.fixture(scope="module", autouse=True)
-def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    load_guard(tmp_path_factory.mktemp("guard"))
+pytestmark = pytest.mark.usefixtures("guard")
 
 
 class OnDevice(TorchDispatchMode):
@@ -98,7 +95,7 @@ def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO
     return [one.count for one in capture.made]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OFTEN)
 def test_every_model_is_captured_without_the_host(
     name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

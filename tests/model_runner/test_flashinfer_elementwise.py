@@ -32,7 +32,7 @@ from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.flashinfer_elementwise import FlashInferElementwise
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner import flashinfer_elementwise_double as double
-from tests.model_runner.fake_cuda import fake_cuda, load_guard
+from tests.model_runner.fake_cuda import fake_cuda
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_attention import make_batch
 from tests.model_runner.test_fake_cuda import run_on_device
@@ -54,11 +54,6 @@ SILU, GELU = {"silu_and_mul"}, {"gelu_tanh_and_mul"}
 def seed() -> None:
     torch.manual_seed(0)
     double.calls.clear()
-
-
-@pytest.fixture
-def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    load_guard(tmp_path_factory.mktemp("guard"))
 
 
 def assert_close(got: torch.Tensor, exact: torch.Tensor) -> None:

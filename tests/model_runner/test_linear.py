@@ -17,8 +17,13 @@ from kvrelay.cpu_kernels.products.product import multiply
 from kvrelay.cpu_kernels.products.product_floats import has_float_products
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers import linear as linear_layer
-from kvrelay.model_runner.layers.linear import LinearFactory, PackedLinear, PanelLinear, PlainLinear
-from kvrelay.model_runner.layers.weight_memory import WeightMemory
+from kvrelay.model_runner.layers.linear import (
+    LinearFactory,
+    PackedLinear,
+    PanelLinear,
+    PlainLinear,
+    WeightMemory,
+)
 
 RoundInputs = Callable[[int], int]
 SHAPES = [(16, 4), (48, 8), (1008, 52), (960, 576), (576, 1536), (48, 11008)]

@@ -32,25 +32,27 @@ from tests.model_runner.test_attention import (
     make_pool,
     make_rows,
 )
+from tests.pairwise import share
 
 CHUNKS = [(60, 60), (70, 200), (33, 290), (200, 201)]
-SHAPES = [
+SHAPES: dict[str, tuple[int, int, int, int, int | None, float | None]] = {
     # query heads, heads of keys and values, head_dim, page size, window, softcap
-    pytest.param(9, 3, 64, 16, None, None, id="smollm2"),
-    pytest.param(14, 2, 64, 16, None, None, id="qwen2, groups of 7"),
-    pytest.param(8, 4, 256, 16, 100, 50.0, id="gemma2, 256 wide, window and softcap"),
-    pytest.param(4, 1, 256, 3, 33, None, id="gemma3, pages of 3"),
-    pytest.param(4, 4, 80, 1, None, None, id="pages of 1"),
-    pytest.param(60, 1, 18, 128, None, None, id="more heads than a tile has rows"),
-    pytest.param(5, 5, 9, 5, 1, None, id="an odd width, a window of 1"),
-    pytest.param(2, 1, 2, 64, 128, 0.5, id="the narrowest"),
-    pytest.param(6, 2, 96, 5, 40, None, id="three tiles wide, pages of 5"),
-    pytest.param(4, 4, 64, 8, None, None, id="pages of half a tile"),
-    pytest.param(4, 2, 32, 48, None, None, id="pages of three tiles"),
-]
+    "smollm2": (9, 3, 64, 16, None, None),
+    "qwen2, groups of 7": (14, 2, 64, 16, None, None),
+    "gemma2, 256 wide, window and softcap": (8, 4, 256, 16, 100, 50.0),
+    "gemma3, pages of 3": (4, 1, 256, 3, 33, None),
+    "pages of 1": (4, 4, 80, 1, None, None),
+    "more heads than a tile has rows": (60, 1, 18, 128, None, None),
+    "an odd width, a window of 1": (5, 5, 9, 5, 1, None),
+    "the narrowest": (2, 1, 2, 64, 128, 0.5),
+    "three tiles wide, pages of 5": (6, 2, 96, 5, 40, None),
+    "pages of half a tile": (4, 4, 64, 8, None, None),
+    "pages of three tiles": (4, 2, 32, 48, None, None),
+}
+UNITS = ["tiles", "pairs", "float32"]
 
 
-@pytest.fixture(params=["tiles", "pairs", "float32"])
+@pytest.fixture(params=UNITS)
 def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "float32":
         monkeypatch.setattr(cpu_attention, "has_bfloat16_products", lambda: False)
@@ -68,18 +70,9 @@ def are_in_tiles(geometry: KVGeometry, heads: QueryHeads) -> bool:
     return CpuAttention(KVPool(geometry, 1, torch.device("cpu")), heads).in_tiles
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "kv_heads", "head_dim", "page_size", "window", "softcap"), SHAPES
-)
-def test_shapes(
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    window: int | None,
-    softcap: float | None,
-    units: str,
-) -> None:
+@pytest.mark.parametrize(("shape", "units"), share(SHAPES, UNITS), indirect=["units"])
+def test_shapes(shape: str, units: str) -> None:
+    num_heads, kv_heads, head_dim, page_size, window, softcap = SHAPES[shape]
     geometry = KVGeometry(2, kv_heads, head_dim, torch.bfloat16, page_size, window=window)
     heads = QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap)
     assert are_in_tiles(geometry, heads) == (units == "tiles" and head_dim % TILE_NUMBERS == 0)

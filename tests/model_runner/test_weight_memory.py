@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvrelay.mem_cache.pool import HUGE_PAGE
-from kvrelay.model_runner.layers.linear import LinearFactory, PanelLinear
-from kvrelay.model_runner.layers.weight_memory import BLOCK_BYTES, WeightMemory
+from kvrelay.model_runner.layers.linear import BLOCK_BYTES, LinearFactory, PanelLinear, WeightMemory
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,14 +6,14 @@ import socket
 import subprocess
 import sys
 
-from kvrelay.net.wakeups import _read_all_but_one
+from kvrelay.net.channels import _read_all_but_one
 
 CALLS = 60
 
 PROGRAM = f"""
 import asyncio, sys, time
 import grpc
-from kvrelay.net.wakeups import join_wakeups
+from kvrelay.net.channels import join_wakeups
 
 turns = 0
 

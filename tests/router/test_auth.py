@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvrelay.deploy.controller.operators.admin_service import DrainStep, RollOrder, ScaleStep
+from kvrelay.deploy.controller.changes.steps import DrainStep, RollOrder, ScaleStep
 from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.access.auth import bearer

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 import grpc
 import pytest
 
-from kvrelay.deploy.controller.operators.admin_service import (
+from kvrelay.deploy.controller.changes.steps import (
     DrainPhase,
     DrainStep,
     RollOrder,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrelay.router.placement.known_prefixes import ExpectedMarks, KnownPrefixes, PromptMarks
+from kvrelay.router.generation import PromptMarks
+from kvrelay.router.placement.known_prefixes import ExpectedMarks, KnownPrefixes
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.prefixes import PrefixUpdate

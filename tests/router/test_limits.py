@@ -47,3 +47,10 @@ def test_limits_of_both_kinds_are_of_one_that_can_take_all(
     pair = [endpoint(WorkerRole.PREFILL, 30), endpoint(WorkerRole.DECODE, decode)]
     limits = RequestLimits.of([*pair, endpoint(WorkerRole.AGGREGATED, 20)])
     assert (limits.prefill_pool_tokens, limits.decode_pool_tokens) == expected
+
+
+@pytest.mark.parametrize(("model", "prefill", "decode"), [(64, 10, 20), (64, 20, 10), (10, 20, 30)])
+def test_prompt_and_output_fit_the_model_and_a_worker_of_either_role(
+    model: int, prefill: int, decode: int
+) -> None:
+    assert RequestLimits(100, model, prefill, decode).most_tokens == 10

@@ -10,9 +10,10 @@ import pytest
 
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.errors import Unavailable
+from kvrelay.router.placement.chosen import Reason
 from kvrelay.router.placement.estimate import ExpectedPrompts
 from kvrelay.router.placement.limits import RequestLimits
-from kvrelay.router.placement.local_prompts import Decision, Reason, Side, decide
+from kvrelay.router.placement.local_prompts import Decision, Side, decide
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.load import WorkerLoad, sum_by_size
 from kvrelay.wire.speeds import UNMEASURED, StepSpeeds

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.router.placement.chosen import Chosen, Shortage
 from kvrelay.router.placement.demand import Demand
-from kvrelay.router.placement.known_prefixes import KnownPrefixes
-from kvrelay.router.placement.pairing import Placer, Shortage, WorkerPair
 from kvrelay.router.placement.ranking import Candidate
 from kvrelay.wire.load import PeerTransport, PoolCounts, WorkerLoad
 from kvrelay.wire.worker_info import WorkerRole
+
+from .ready import Ready
 
 PREFILL, DECODE, AGGREGATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.AGGREGATED
 
@@ -41,9 +42,9 @@ def candidate(
     return Candidate(worker, worker, pool_tokens, load, backlog, backlog, running, locality)
 
 
-def placer(**workers: Iterable[Candidate]) -> Placer:
+def placer(**workers: Iterable[Candidate]) -> Ready:
     """Of these workers, by role."""
-    made = Placer(KnownPrefixes(0))
+    made = Ready()
     for role, candidates in workers.items():
         for one in candidates:
             made.put(WorkerRole(role), one)
@@ -51,11 +52,11 @@ def placer(**workers: Iterable[Candidate]) -> Placer:
 
 
 def chosen(
-    placer: Placer, input_tokens: int = 1, total_tokens: int = 1, suspects: str = ""
+    placer: Ready, input_tokens: int = 1, total_tokens: int = 1, suspects: str = ""
 ) -> tuple[str, str]:
     """The names of the prefill worker, empty if there is none, and of the one that decodes."""
     pair = placer.choose(Demand(input_tokens, total_tokens, frozenset(suspects.split())))
-    assert isinstance(pair, WorkerPair), pair
+    assert isinstance(pair, Chosen), pair
     return pair.prefill.worker if pair.prefill else "", pair.decode.worker
 
 
@@ -89,7 +90,7 @@ def test_a_prompt_goes_only_where_it_fits() -> None:
     assert prefill_of(busy, candidate("b"), tokens=161) == "a"
     small = placer(prefill=[candidate("b")], decode=[candidate("d")])
     assert small.choose(Demand(161, 1)) == Shortage(PREFILL)
-    assert Placer(KnownPrefixes(0)).choose(Demand(1, 1)) == Shortage(PREFILL)
+    assert Ready().choose(Demand(1, 1)) == Shortage(PREFILL)
 
 
 def test_decode_goes_to_the_most_unpromised_memory() -> None:
@@ -149,7 +150,7 @@ def test_only_the_worker_that_is_asked_for_computes_the_prompt() -> None:
     workers = placer(prefill=prefills, decode=decodes, aggregated=[candidate("a0")])
     for name, pair in (("p1", ("p1", "d1")), ("a0", ("", "a0"))):
         found = workers.choose(Demand(1, 1, computed_by=name))
-        assert isinstance(found, WorkerPair)
+        assert isinstance(found, Chosen)
         assert (found.prefill.worker if found.prefill else "", found.decode.worker) == pair
     assert isinstance(workers.choose(Demand(1, 1, computed_by="gone")), Shortage)
 
@@ -222,7 +223,7 @@ class Naive:
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_choices_are_those_of_the_definition_whatever_has_changed(rng: random.Random) -> None:
-    naive, made = Naive(), Placer(KnownPrefixes(0))
+    naive, made = Naive(), Ready()
     names = {role: [f"{role}-{n}" for n in range(rng.randint(1, 6))] for role in WorkerRole}
     for _ in range(60):
         role = rng.choice(list(WorkerRole))
@@ -252,10 +253,10 @@ def test_choices_are_those_of_the_definition_whatever_has_changed(rng: random.Ra
             )
 
 
-def fleet(number: int) -> Placer:
+def fleet(number: int) -> Ready:
     """So many workers of each role, some of which refuse each other; one takes long requests."""
     rng = random.Random(number)
-    made = Placer(KnownPrefixes(0))
+    made = Ready()
     for n in range(number):
         made.put(PREFILL, candidate(f"p{n}", backlog=rng.randrange(1000), pool_tokens=320))
         refuses = [f"p{rng.randrange(number)}" for _ in range(3)]
@@ -266,7 +267,7 @@ def fleet(number: int) -> Placer:
 
 @pytest.mark.parametrize("total_tokens", [160, 320, 640])
 def test_a_choice_among_many_workers_costs_little_more_than_among_few(total_tokens: int) -> None:
-    def seconds(made: Placer) -> float:
+    def seconds(made: Ready) -> float:
         """Of the fastest of a few hundred choices, each after a change of a load."""
         times = []
         for n in range(300):

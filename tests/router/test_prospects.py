@@ -10,7 +10,7 @@ import pytest
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.placement import fleet as fleet_module
 from kvrelay.router.placement.demand import Demand
-from kvrelay.router.placement.starting_workers import Prospects
+from kvrelay.router.placement.limits import Prospects
 from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 

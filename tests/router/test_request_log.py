@@ -15,7 +15,7 @@ from tests.otlp_receiver import collecting
 
 from .cluster import collect, running
 
-NAME = "kvrelay.router.requests.request_log"
+NAME = "kvrelay.router.requests.live_requests"
 PROMPT = "the marker in the prompt"
 
 

@@ -138,11 +138,11 @@ async def test_a_successor_that_is_named_while_the_router_looks_is_followed(
     def look_before_it_is_named() -> None:
         look()
         monkeypatch.setattr(router, "_follow_successors", look)
-        asyncio.get_running_loop().call_soon(first._list.shift_to, world.b.address)
+        asyncio.get_running_loop().call_soon(first.shift_to, world.b.address)
 
     monkeypatch.setattr(router, "_make", note)
     monkeypatch.setattr(router, "_follow_successors", look_before_it_is_named)
-    first._list.replace(pair("a"), pair("a"))  # the router looks
+    first.replace(pair("a"), pair("a"))  # the router looks
     async with asyncio.timeout(SECONDS):
         await followed.wait()
 

@@ -7,23 +7,20 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from kvrelay.deploy.bounded_waits import Pauses, finished
-from kvrelay.deploy.controller.changes.replacement_order import (
-    Replacement,
-    Revision,
-    Roll,
-    replacements,
-)
-from kvrelay.deploy.controller.changes.role_configs import rolled
-from kvrelay.deploy.controller.operators.admin_service import (
+from kvrelay.deploy.controller.changes.role_configs import WorkerConfigs, rolled
+from kvrelay.deploy.controller.changes.steps import (
     DrainPhase,
-    DrainStep,
     RollOrder,
     ScalePhase,
     ScaleStep,
 )
+from kvrelay.deploy.controller.changes.wanted import replacements
+from kvrelay.deploy.controller.changes.workforce import Workforce
+from kvrelay.deploy.controller.records.journal import Journal
+from kvrelay.deploy.controller.records.ordered_changes import Replacement, Revision, Roll
+from kvrelay.deploy.controller.supervision.controller_metrics import ControllerMetrics
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.router.errors import CannotDrain, CannotRoll, UnknownWorker
 from kvrelay.wire.worker_info import WorkerRole
@@ -31,73 +28,6 @@ from kvrelay.wire.worker_info import WorkerRole
 _log = logging.getLogger(__name__)
 _PHASES = {DrainPhase.DRAINING: ScalePhase.DRAINING, DrainPhase.LEFT: ScalePhase.LEFT}
 _Steps = asyncio.Queue[ScaleStep | None]
-
-
-class Rollable(Protocol):
-    """The part of a cluster that a roll uses."""
-
-    @property
-    def staying(self) -> Mapping[str, WorkerRole]:
-        """The workers that are not being removed, by name."""
-        ...
-
-    @property
-    def names(self) -> set[str]:
-        """The names that no new worker can have."""
-        ...
-
-    @property
-    def revisions(self) -> Mapping[str, int]:
-        """The number of each worker's revision, by name."""
-        ...
-
-    @property
-    def revision(self) -> Revision:
-        """The revision of the options that added workers get."""
-        ...
-
-    @property
-    def previous(self) -> Revision | None:
-        """The value of `revision` before the last roll; None: there was no roll."""
-        ...
-
-    @property
-    def open_roll(self) -> Roll | None:
-        """The roll that is under way or has stopped; None: there is none."""
-        ...
-
-    @property
-    def is_scaling(self) -> bool:
-        """Whether the number of workers is being changed."""
-        ...
-
-    def check_revision(self, revision: Revision) -> None:
-        """Raise ValueError, which names the option, if the cluster's workers cannot have it."""
-        ...
-
-    async def write_roll(self, roll: Roll) -> None:
-        """Write down a roll that is about to begin or to go on, or has stopped."""
-        ...
-
-    async def end_roll(self, roll: Roll) -> None:
-        """Write down that all workers have the roll's options."""
-        ...
-
-    async def until_up(self, name: str) -> None:
-        """Wait until a worker can receive calls, or is no longer to stay."""
-        ...
-
-    async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
-        """Start one more worker. Raises ClusterError if it does not start."""
-        ...
-
-    def leave(self, worker: str) -> AsyncIterator[DrainStep]:
-        """Drain a worker that its own next incarnation does not replace; yield each phase."""
-        ...
-
-    async def until_removed(self, name: str) -> None:
-        """Wait until nothing is left of a worker that leaves."""
-        ...
 
 
 class Rolling:
@@ -108,14 +38,29 @@ class Rolling:
     workers, or fewer that take requests, than the order allows.
 
     Args:
-        cluster: the cluster whose workers are replaced.
+        workforce: the workers, which are replaced.
+        configs: say which options the workers can have.
+        journal: returns the journal, in which each step is written before it is made.
+        metrics: count the rolls.
+        is_scaling: returns whether the number of workers is being changed.
     """
 
-    def __init__(self, cluster: Rollable) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        workforce: Workforce,
+        configs: WorkerConfigs,
+        journal: Callable[[], Journal],
+        metrics: ControllerMetrics,
+        is_scaling: Callable[[], bool],
+    ) -> None:
+        self._workforce = workforce
+        self._configs = configs
+        self._journal = journal
+        self._metrics = metrics
+        self._is_scaling = is_scaling
         self._rolling: asyncio.Task[None] | None = None
         self._beginning = asyncio.Lock()
-        self._closed = False
+        self._stopped = False
         self._failed = ""
         self._has_failed = asyncio.Event()
 
@@ -140,14 +85,15 @@ class Rolling:
 
     def resume(self, roll: Roll) -> None:
         """Go on with a roll that another controller has begun, unless it has stopped."""
+        self._metrics.rolling(roll)
         if not roll.failed:
             self._begin(roll, asyncio.Queue())
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """Stop replacing workers. A starting successor is ended; a draining worker drains on."""
-        self._closed = True
+        self._stopped = True
         async with self._beginning:
-            await self._stop()
+            await self._end_running()
 
     async def _obey(self, order: RollOrder, steps: _Steps) -> asyncio.Task[None]:
         """Begin a roll, in place of the one that runs. Raises CannotRoll."""
@@ -155,16 +101,16 @@ class Rolling:
             if self.is_running and not order.undo:
                 raise CannotRoll("the workers are being replaced already; --undo goes back")
             target = self._target_of(order)
-            await self._stop()
-            if self._closed:
+            await self._end_running()
+            if self._stopped:
                 raise CannotRoll("the cluster is being stopped")
-            if self._cluster.is_scaling:
+            if self._is_scaling():
                 raise CannotRoll("the cluster is being scaled")
             roll = self._plan(order, target)
-            await self._cluster.write_roll(roll)
+            await self._write(roll)
             return self._begin(roll, steps)
 
-    async def _stop(self) -> None:
+    async def _end_running(self) -> None:
         if self._rolling is not None:
             self._rolling.cancel()
             await asyncio.gather(self._rolling, return_exceptions=True)
@@ -172,9 +118,10 @@ class Rolling:
     def _changes_nothing(self, order: RollOrder) -> bool:
         """Return whether all workers have these options already, and no others are requested."""
         given = self._given(order).items()
-        there = self._cluster.revision.options
+        cluster = self._journal().cluster
+        there = cluster.revision.options
         same = all(there.get(name, "") == text for name, text in given)
-        return bool(given) and same and not order.undo and self._cluster.open_roll is None
+        return bool(given) and same and not order.undo and cluster.roll is None
 
     @staticmethod
     def _given(order: RollOrder) -> dict[str, str]:
@@ -186,34 +133,45 @@ class Rolling:
 
     def _target_of(self, order: RollOrder) -> Revision:
         """Return the revision that the workers are to have. Raises CannotRoll."""
-        cluster = self._cluster
+        cluster = self._journal().cluster
         if order.undo:
             if order.options:
                 raise CannotRoll("undo: goes back to options that were, so none can be given")
-            target = cluster.previous if cluster.open_roll is None else cluster.revision
+            target = cluster.previous if cluster.roll is None else cluster.revision
             if target is None:
                 raise CannotRoll("undo: there was no roll")
             return target
-        opened = None if cluster.open_roll is None else cluster.open_roll.target
+        opened = None if cluster.roll is None else cluster.roll.target
         known = [one for one in (cluster.revision, cluster.previous, opened) if one is not None]
         # A worker may keep the one of a roll that was undone but for it.
-        number = 1 + max([*(one.number for one in known), *cluster.revisions.values()])
+        number = 1 + max([*(one.number for one in known), *self._revisions.values()])
         options = dict(cluster.revision.options) | self._given(order)
         # An option without a value gets back the one of the start.
         target = Revision(number, {name: text for name, text in options.items() if text})
         try:
-            cluster.check_revision(target)
+            self._configs.check(cluster.revision, target)
         except ValueError as error:
             raise CannotRoll(str(error)) from error
         return target
 
     def _plan(self, order: RollOrder, target: Revision) -> Roll:
-        cluster, before = self._cluster, self._cluster.open_roll
-        counts = dict(Counter(cluster.staying.values())) if before is None else before.counts
+        cluster, staying = self._journal().cluster, self._workforce.staying
+        counts = dict(Counter(staying.values())) if cluster.roll is None else cluster.roll.counts
         _check_lanes(order, counts)
-        left = replacements(target, counts, cluster.staying, cluster.revisions, cluster.names)
-        lanes = (order.max_surge, order.max_unavailable)
-        return Roll(target, left, len(left), *lanes, counts)
+        left = replacements(target, counts, staying, self._revisions, set(cluster.names))
+        return Roll(
+            target=target,
+            left=left,
+            workers=len(left),
+            max_surge=order.max_surge,
+            max_unavailable=order.max_unavailable,
+            counts=counts,
+        )
+
+    @property
+    def _revisions(self) -> Mapping[str, int]:
+        """The number of each worker's revision, by name."""
+        return {name: one.revision.number for name, one in self._journal().workers.items()}
 
     def _begin(self, roll: Roll, steps: _Steps) -> asyncio.Task[None]:
         self._failed = ""
@@ -234,16 +192,28 @@ class Rolling:
             if self._failed:
                 await self._write_failure(self._failed)
             else:
-                await self._cluster.end_roll(roll)
+                await self._write_end(roll)
         except Exception as error:
             await self._write_failure(f"{type(error).__name__}: see the controller's log")
             raise
         finally:
             steps.put_nowait(None)
 
+    async def _write(self, roll: Roll) -> None:
+        """Write down a roll that is about to begin or to go on, or has stopped."""
+        self._metrics.rolling(roll)
+        await self._journal().write_cluster(roll=roll)
+
     async def _write_failure(self, reason: str) -> None:
-        if (roll := self._cluster.open_roll) is not None:
-            await self._cluster.write_roll(replace(roll, failed=reason))
+        if (roll := self._journal().cluster.roll) is not None:
+            await self._write(replace(roll, failed=reason))
+
+    async def _write_end(self, roll: Roll) -> None:
+        """Write down that all workers have the roll's options."""
+        now = self._journal().cluster
+        before = now.previous if roll.target == now.revision else now.revision
+        self._metrics.rolled(back=roll.target.number <= now.revision.number)
+        await self._journal().write_cluster(revision=roll.target, previous=before, roll=None)
 
     async def _lane(
         self,
@@ -261,10 +231,9 @@ class Rolling:
                 self._has_failed.set()
                 steps.put_nowait(ScaleStep(one.new or one.old, ScalePhase.FAILED, str(error)))
                 return
-            roll = self._cluster.open_roll
+            roll = self._journal().cluster.roll
             assert roll is not None
-            left = tuple(other for other in roll.left if other != one)
-            await self._cluster.write_roll(replace(roll, left=left))
+            await self._write(replace(roll, left=tuple(o for o in roll.left if o != one)))
 
     async def _start_first(self, one: Replacement, target: Revision, steps: _Steps) -> None:
         await self._start(one, target, steps)
@@ -277,7 +246,7 @@ class Rolling:
     async def _start(self, one: Replacement, target: Revision, steps: _Steps) -> None:
         if one.new:
             steps.put_nowait(ScaleStep(one.new, ScalePhase.STARTING))
-            await self._cluster.add(one.new, one.role, target)
+            await self._workforce.add(one.new, one.role, target)
             await self._until_up(one.new)  # it may have started long ago
             steps.put_nowait(ScaleStep(one.new, ScalePhase.READY))
 
@@ -287,10 +256,10 @@ class Rolling:
         Raises ClusterError if it cannot drain and the roll has stopped.
         """
         pauses = Pauses()
-        while name in self._cluster.staying:
+        while name in self._workforce.staying:
             await self._until_up(name)
             try:
-                async for step in self._cluster.leave(name):
+                async for step in self._workforce.drain(name, remove=True, for_roll=True):
                     steps.put_nowait(ScaleStep(name, _PHASES[step.phase]))
             except CannotDrain as error:
                 if self._failed:
@@ -299,14 +268,14 @@ class Rolling:
                 await pauses.pause()
             except UnknownWorker:
                 break
-        await self._cluster.until_removed(name)
+        await self._workforce.until_removed(name)
 
     async def _until_up(self, name: str) -> None:
         """Wait until a worker can receive calls, or is no longer to stay.
 
         Raises ClusterError if the roll stops first.
         """
-        up = asyncio.create_task(self._cluster.until_up(name))
+        up = asyncio.create_task(self._workforce.until_up(name))
         failed = asyncio.create_task(self._has_failed.wait())
         try:
             await asyncio.wait({up, failed}, return_when=asyncio.FIRST_COMPLETED)

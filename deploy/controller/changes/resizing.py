@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
 
-from kvrelay.deploy.controller.changes.wanted import Changes
-from kvrelay.deploy.controller.operators.admin_service import (
-    DrainPhase,
-    DrainStep,
-    ScalePhase,
-    ScaleStep,
-)
+from kvrelay.deploy.controller.changes.steps import DrainPhase, ScalePhase, ScaleStep
+from kvrelay.deploy.controller.changes.wanted import changes_to_reach
+from kvrelay.deploy.controller.changes.workforce import OPEN_ROLL, Workforce
+from kvrelay.deploy.controller.records.journal import Journal
+from kvrelay.deploy.controller.records.ordered_changes import Changes
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.router.errors import AdminError, CannotScale
 from kvrelay.wire.worker_info import WorkerRole
@@ -25,45 +23,17 @@ _STAYS: Final = "it stays, since a new worker did not start"
 _PHASES = {DrainPhase.DRAINING: ScalePhase.DRAINING, DrainPhase.LEFT: ScalePhase.LEFT}
 
 
-class Scalable(Protocol):
-    """The part of a cluster that a change of its size uses."""
-
-    @property
-    def staying(self) -> Mapping[str, WorkerRole]:
-        """The workers that are not being removed, by name."""
-        ...
-
-    @property
-    def names(self) -> set[str]:
-        """The names that no new worker can have."""
-        ...
-
-    async def until_up(self, name: str) -> None:
-        """Wait until a worker can receive calls."""
-        ...
-
-    async def changing(self, changes: Changes | None) -> None:
-        """Write down changes that are about to be made; None: they have been made."""
-        ...
-
-    async def add(self, name: str, role: WorkerRole) -> None:
-        """Start one more worker. Raises ClusterError if it does not start."""
-        ...
-
-    def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase."""
-        ...
-
-
 class Scaling:
     """The changes of a cluster's size, one at a time. Belongs to one event loop.
 
     Args:
-        cluster: the cluster that is changed.
+        workforce: the workers, of which some are added and removed.
+        journal: returns the journal, in which a change is written before it is made.
     """
 
-    def __init__(self, cluster: Scalable) -> None:
-        self._cluster = cluster
+    def __init__(self, workforce: Workforce, journal: Callable[[], Journal]) -> None:
+        self._workforce = workforce
+        self._journal = journal
         self._changing: asyncio.Task[None] | None = None
 
     @property
@@ -73,10 +43,13 @@ class Scaling:
 
     async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
         """Change the cluster's number of workers; see `Administrator`."""
+        cluster = self._journal().cluster
+        if cluster.roll is not None:
+            raise CannotScale(OPEN_ROLL)
         if self.is_running:
             raise CannotScale("the cluster is being scaled already")
         try:
-            changes = Changes.to_reach(wanted, self._cluster.staying, self._cluster.names)
+            changes = changes_to_reach(wanted, self._workforce.staying, set(cluster.names))
         except ValueError as error:
             raise CannotScale(str(error)) from error
         steps: asyncio.Queue[ScaleStep | None] = asyncio.Queue()
@@ -98,10 +71,10 @@ class Scaling:
             await asyncio.gather(self._changing, return_exceptions=True)
 
     async def _resume(self, changes: Changes) -> None:
-        there = self._cluster.staying
+        there = self._workforce.staying
         removed = tuple(name for name in changes.removed if name in there)
         for name in removed:
-            await self._cluster.until_up(name)
+            await self._workforce.until_up(name)
         await self._change(Changes(changes.added, removed), asyncio.Queue())
 
     async def _change(self, changes: Changes, steps: asyncio.Queue[ScaleStep | None]) -> None:
@@ -111,7 +84,7 @@ class Scaling:
         """
         turns = asyncio.Semaphore(_STARTS_AT_A_TIME)
         try:
-            await self._cluster.changing(changes)
+            await self._journal().write_cluster(change=changes)
             async with asyncio.TaskGroup() as group:
                 adds = [group.create_task(self._add(*one, turns, steps)) for one in changes.added]
             if all(one.result() for one in adds):
@@ -121,9 +94,10 @@ class Scaling:
             else:
                 for name in changes.removed:
                     steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, _STAYS))
-            await self._cluster.changing(None)
+            await self._journal().write_cluster(change=None)
         except Exception:
-            await self._cluster.changing(None)  # nobody is to go on with what cannot be done
+            # Nobody is to go on with what cannot be done.
+            await self._journal().write_cluster(change=None)
             raise
         finally:
             steps.put_nowait(None)
@@ -139,7 +113,7 @@ class Scaling:
         async with turns:
             steps.put_nowait(ScaleStep(name, ScalePhase.STARTING))
             try:
-                await self._cluster.add(name, role)
+                await self._workforce.add(name, role)
             except ClusterError as error:
                 steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, str(error)))
                 return False
@@ -148,7 +122,7 @@ class Scaling:
 
     async def _remove(self, name: str, steps: asyncio.Queue[ScaleStep | None]) -> None:
         try:
-            async for step in self._cluster.drain(name, remove=True):
+            async for step in self._workforce.drain(name, remove=True):
                 steps.put_nowait(ScaleStep(name, _PHASES[step.phase]))
         except AdminError as error:
             steps.put_nowait(ScaleStep(name, ScalePhase.FAILED, str(error)))

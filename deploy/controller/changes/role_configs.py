@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import click
 
-from kvrelay.deploy.controller.changes.replacement_order import Revision
+from kvrelay.deploy.controller.records.ordered_changes import Revision
 from kvrelay.deploy.controller.records.records import WorkerRecord
 from kvrelay.deploy.options.option_flags import type_of
 from kvrelay.deploy.options.serve_options import ServeOptions

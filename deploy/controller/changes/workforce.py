@@ -1,47 +1,46 @@
-"""The change of a cluster's workers while it serves: the side that scaling and rolling act on."""
+"""A cluster's workers, which come and leave while it serves: the part that drains and adds them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from kvrelay.deploy.bounded_waits import finished
-from kvrelay.deploy.controller.changes.draining import Drains
-from kvrelay.deploy.controller.changes.replacement_order import Revision, Roll
-from kvrelay.deploy.controller.changes.replacing import Rolling
-from kvrelay.deploy.controller.changes.resizing import Scaling
 from kvrelay.deploy.controller.changes.role_configs import WorkerConfigs
-from kvrelay.deploy.controller.changes.wanted import Changes
-from kvrelay.deploy.controller.controller_metrics import ControllerMetrics
-from kvrelay.deploy.controller.membership import Membership
-from kvrelay.deploy.controller.operators.admin_service import DrainStep, RollOrder, ScaleStep
+from kvrelay.deploy.controller.changes.steps import DrainPhase, DrainStep
 from kvrelay.deploy.controller.records.journal import Journal
+from kvrelay.deploy.controller.records.ordered_changes import Revision
 from kvrelay.deploy.controller.records.records import WorkerRecord
-from kvrelay.deploy.controller.supervisor import WorkerSupervisor
+from kvrelay.deploy.controller.supervision.controller_metrics import ControllerMetrics
+from kvrelay.deploy.controller.supervision.membership import Membership
+from kvrelay.deploy.controller.supervision.supervisor import WorkerSupervisor
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.ray_places import RayPlaces
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.router.errors import CannotDrain, CannotScale
+from kvrelay.router.errors import CannotDrain, UnknownWorker
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
 Place = dict[str, Any]
 """Ray's options for an actor's place."""
 
-_OPEN_ROLL: Final = "not before the workers are replaced: `kvrelay roll` goes on, --undo goes back"
+OPEN_ROLL: Final = "not before the workers are replaced: `kvrelay roll` goes on, --undo goes back"
+"""The reason why the number of workers cannot change while a roll is under way or has stopped."""
+_PART_OF_ROLE: Final = 10
+"""The divisor of a role's size: a tenth of its workers, or one, may be missing at a time."""
 
 
 class Workforce:
-    """A cluster's workers, which are added, removed and replaced on request.
+    """A cluster's workers, which are added and drained on request.
 
-    It implements `Scalable` and `Rollable`, and belongs to one event loop.
+    Their supervisors carry the requests out. An instance belongs to one event loop.
 
     Args:
         configs: the workers' configurations.
-        members: lists the live workers.
+        members: lists the live workers, and is told which ones drain.
         supervisors: the workers' supervisors by name; those of added workers are entered here.
-        drains: tell workers to leave.
         placement: finds a place for each worker that is added.
-        metrics: count the rolls.
+        metrics: count the drains.
         journal: returns the journal, in which everything is written before it is done.
         supervisor_of: makes the supervisor of a worker from its configuration and place.
     """
@@ -52,7 +51,6 @@ class Workforce:
         configs: WorkerConfigs,
         members: Membership,
         supervisors: dict[str, WorkerSupervisor],
-        drains: Drains,
         placement: RayPlaces,
         metrics: ControllerMetrics,
         journal: Callable[[], Journal],
@@ -61,128 +59,39 @@ class Workforce:
         self._configs = configs
         self._members = members
         self._supervisors = supervisors
-        self._drains = drains
         self._placement = placement
         self._metrics = metrics
         self._journal = journal
         self._supervisor_of = supervisor_of
-        self._reserved: dict[str, Place] = {}
-        """The places of workers that another controller was about to start."""
-        self._scaling = Scaling(self)
-        self._rolling = Rolling(self)
+        self.reserved: dict[str, Place] = {}
+        """The places of workers that another controller was about to start, by name."""
 
-    # What operators ask.
+    @property
+    def staying(self) -> dict[str, WorkerRole]:
+        """The workers that are not being removed, by name."""
+        return {name: one.role for name, one in self._supervisors.items() if not one.removing}
 
-    async def scale(self, wanted: Mapping[WorkerRole, int]) -> AsyncIterator[ScaleStep]:
-        """Add and remove workers, and yield each phase; see `Administrator`."""
-        if self.open_roll is not None:
-            raise CannotScale(_OPEN_ROLL)
-        async for step in self._scaling.scale(wanted):
-            yield step
-
-    async def roll(self, order: RollOrder) -> AsyncIterator[ScaleStep]:
-        """Replace all workers, and yield each phase; see `Administrator`."""
-        async for step in self._rolling.roll(order):
-            yield step
-
-    async def drain(self, worker: str, *, remove: bool) -> AsyncIterator[DrainStep]:
-        """Drain a worker, and yield each phase; see `Administrator`."""
-        if remove and self.open_roll is not None:
-            raise CannotDrain(f"remove: {_OPEN_ROLL}")
-        async for step in self._drains.drain(worker, remove=remove):
-            yield step
-
-    def resume(self, reserved: dict[str, Place]) -> None:
-        """Go on with the scaling or the roll that another controller has begun.
+    async def drain(
+        self, worker: str, *, remove: bool, for_roll: bool = False
+    ) -> AsyncIterator[DrainStep]:
+        """Drain a worker, and yield each phase; see `Administrator`.
 
         Args:
-            reserved: the places of workers that it was about to start, by name.
+            worker: its name.
+            remove: start no successor.
+            for_roll: whether the roll that is under way removes the worker.
         """
-        self._reserved = reserved
-        cluster = self._journal().cluster
-        if cluster.change is not None:
-            self._scaling.resume(cluster.change)
-        if cluster.roll is not None:
-            self._metrics.rolling(cluster.roll)
-            self._rolling.resume(cluster.roll)
-
-    async def stop(self) -> None:
-        """Stop scaling and rolling."""
-        await self._scaling.stop()
-        await self._rolling.close()
-
-    # What scaling and rolling ask, and do.
-
-    @property
-    def staying(self) -> Mapping[str, WorkerRole]:
-        """The workers that are not being removed, by name."""
-        return self._drains.staying
-
-    @property
-    def names(self) -> set[str]:
-        """The names that no new worker can have.
-
-        They include those of workers that have left or did not start.
-        """
-        return set(self._journal().cluster.names)
-
-    @property
-    def revisions(self) -> Mapping[str, int]:
-        """The number of each worker's revision, by name."""
-        return {name: one.revision.number for name, one in self._journal().workers.items()}
-
-    @property
-    def revision(self) -> Revision:
-        """The revision of the options that added workers get."""
-        return self._journal().cluster.revision
-
-    @property
-    def previous(self) -> Revision | None:
-        """The value of `revision` before the last roll; None: there was no roll."""
-        return self._journal().cluster.previous
-
-    @property
-    def is_scaling(self) -> bool:
-        """Whether the number of workers is being changed."""
-        return self._scaling.is_running
-
-    @property
-    def open_roll(self) -> Roll | None:
-        """The roll that is under way or has stopped; None: there is none."""
-        return self._journal().cluster.roll
-
-    def check_revision(self, revision: Revision) -> None:
-        """Raise ValueError, which names the option, if the cluster's workers cannot have it."""
-        self._configs.check(self.revision, revision)
-
-    async def write_roll(self, roll: Roll) -> None:
-        """Write down a roll that is about to begin or to go on, or has stopped."""
-        self._metrics.rolling(roll)
-        await self._journal().write_cluster(roll=roll)
-
-    async def end_roll(self, roll: Roll) -> None:
-        """Write down that all workers have the roll's options."""
-        before = self.previous if roll.target == self.revision else self.revision
-        self._metrics.rolled(back=roll.target.number <= self.revision.number)
-        await self._journal().write_cluster(revision=roll.target, previous=before, roll=None)
-
-    async def until_up(self, name: str) -> None:
-        """Wait until a worker can receive calls, or is no longer to stay."""
-        while name in self.staying and name not in self._members.live:
-            await self._members.changed()
-
-    def leave(self, worker: str) -> AsyncIterator[DrainStep]:
-        """Drain a worker that its own next incarnation does not replace; yield each phase."""
-        return self._drains.drain(worker, remove=True)
-
-    async def until_removed(self, name: str) -> None:
-        """Wait until nothing is left of a worker that leaves."""
-        while name in self._supervisors:
-            await self._members.changed()
-
-    async def changing(self, changes: Changes | None) -> None:
-        """Write down changes that are about to be made; None: they have been made."""
-        await self._journal().write_cluster(change=changes)
+        if remove and not for_roll and self._journal().cluster.roll is not None:
+            raise CannotDrain(f"remove: {OPEN_ROLL}")
+        info, supervisor = self._to_drain(worker, remove)
+        await finished(self._begin_drain(info, supervisor, remove=remove))
+        self._metrics.draining(info)
+        yield DrainStep(DrainPhase.DRAINING, info.incarnation)
+        await self._members.until_dead(info)
+        yield DrainStep(DrainPhase.LEFT, info.incarnation)
+        if not remove:
+            successor = await self._members.until_live(worker)
+            yield DrainStep(DrainPhase.READY, successor.incarnation)
 
     async def add(self, name: str, role: WorkerRole, revision: Revision | None = None) -> None:
         """Start one more worker, like the first of its role, and supervise it.
@@ -197,12 +106,13 @@ class Workforce:
         """
         if name in self._supervisors:
             return  # a controller before this one has started it
-        journal, revision = self._journal(), revision or self.revision
+        journal = self._journal()
+        revision = revision or journal.cluster.revision
         config = self._configs.of(name, role, revision)
         if name not in journal.cluster.names:
             await journal.write_cluster(names=journal.cluster.names | {name})
         try:
-            place = self._reserved.pop(name, None)
+            place = self.reserved.pop(name, None)
             if place is None:
                 await journal.add_worker(WorkerRecord(name, role, revision=revision))
                 of_workers = len(self._supervisors) + 1
@@ -220,8 +130,97 @@ class Workforce:
             raise
         self._supervisors[name] = supervisor
 
+    async def until_up(self, name: str) -> None:
+        """Wait until a worker can receive calls, or is no longer to stay."""
+        while name in self.staying and name not in self._members.live:
+            await self._members.discovery.changed()
+
+    async def until_removed(self, name: str) -> None:
+        """Wait until nothing is left of a worker that leaves."""
+        while name in self._supervisors:
+            await self._members.discovery.changed()
+
+    def _to_drain(self, worker: str, remove: bool) -> tuple[WorkerInfo, WorkerSupervisor]:
+        """Return the worker's incarnation and its supervisor.
+
+        Raises UnknownWorker; or CannotDrain if the worker is not up, or is the last of its role
+        while requests do not go to another cluster.
+        """
+        roles = self.staying
+        if worker not in roles:
+            raise UnknownWorker(worker, roles)
+        if worker not in self._members.live:
+            raise CannotDrain(f"worker: {worker} is not up; another one is on its way")
+        role = roles[worker]
+        is_last = list(roles.values()).count(role) == 1
+        if remove and is_last and not self._journal().cluster.successor:
+            raise CannotDrain(f"remove: {worker} is the last {role} worker")
+        return self._members.live[worker], self._supervisors[worker]
+
+    async def _begin_drain(
+        self, info: WorkerInfo, supervisor: WorkerSupervisor, *, remove: bool
+    ) -> None:
+        worker, journal = info.name, self._journal()
+        removed_before, drained_before = supervisor.removing, self._members.is_draining(worker)
+        supervisor.removing = removed_before or remove
+        # Before the worker can have ended: its requests then wait for its successor.
+        self._members.add_draining(info)
+        try:
+            await journal.write_worker(worker, draining=True, removing=supervisor.removing)
+            await supervisor.begin_drain(remove=remove)
+        except BaseException as error:
+            supervisor.removing = removed_before
+            if not drained_before:  # if it drains all the same, its supervisor notices
+                self._members.remove_draining(info)
+            await journal.write_worker(worker, draining=drained_before, removing=removed_before)
+            if isinstance(error, ClusterError):
+                raise CannotDrain(str(error)) from error
+            raise
+
     def _check_model(self, new: WorkerInfo) -> None:
         """Raise ClusterError if a new worker could not serve beside the others."""
         for old in self._members.live.values():
             if difference := new.model.difference_from(old.model):
                 raise ClusterError(f"{new.name} has loaded another model than others: {difference}")
+
+
+class DrainTurns:
+    """Workers' turns to drain: what hits all of them must not end them all at once.
+
+    A worker is missing from when it begins to drain, or is lost, until its successor is live.
+
+    Args:
+        members: knows which workers are missing; a turn waits for its changes.
+        roles: returns the roles of the workers that are to stay, by name.
+    """
+
+    def __init__(self, members: Membership, roles: Callable[[], Mapping[str, WorkerRole]]) -> None:
+        self._members = members
+        self._roles = roles
+        self._in_turn: set[str] = set()
+        """Workers that may begin to drain now, and have not yet reported that they do."""
+
+    @asynccontextmanager
+    async def turn(self, info: WorkerInfo) -> AsyncIterator[None]:
+        """Wait until a worker may drain; the turn lasts as long as the context.
+
+        If it ends without an error, either the worker drains, or another one has its turn.
+        """
+        while not self._may_drain(info):
+            await self._members.discovery.changed()
+        self._in_turn.add(info.name)
+        try:
+            yield
+        finally:
+            self._in_turn.discard(info.name)
+            self._members.publish()
+
+    def _may_drain(self, info: WorkerInfo) -> bool:
+        roles = self._roles()
+        role = [name for name in roles if roles[name] is info.role]
+        missing = [name for name in role if name != info.name and self._is_missing(name)]
+        return len(missing) < max(1, len(role) // _PART_OF_ROLE)
+
+    def _is_missing(self, name: str) -> bool:
+        members = self._members
+        return name not in members.live or members.is_draining(name) or name in self._in_turn

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
 import grpc
 
+from kvrelay.deploy.controller.changes.steps import (
+    DrainPhase,
+    DrainStep,
+    RollOrder,
+    ScalePhase,
+    ScaleStep,
+)
 from kvrelay.router.grpc_status import with_status
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
@@ -18,65 +23,6 @@ from kvrelay.wire.worker_info import WorkerRole
 
 _POLL_SECONDS = 0.5
 """Seconds between two looks at how many requests a draining worker still has."""
-
-
-class DrainPhase(StrEnum):
-    """How far a drain has come."""
-
-    DRAINING = "draining"
-    """The worker takes no more requests."""
-    LEFT = "left"
-    """The worker's process has ended."""
-    READY = "ready"
-    """The worker's successor takes requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainStep:
-    """One step of a drain: it has reached a phase."""
-
-    phase: DrainPhase
-    incarnation: str
-    """The incarnation of the worker that leaves; in `READY`, of its successor."""
-
-
-class ScalePhase(StrEnum):
-    """How far the change of one worker has come."""
-
-    STARTING = "starting"
-    """A new worker starts."""
-    READY = "ready"
-    """A new worker takes requests."""
-    DRAINING = "draining"
-    """A surplus worker takes no more requests."""
-    LEFT = "left"
-    """The surplus worker's process has ended."""
-    FAILED = "failed"
-    """This change was not made; `ScaleStep.reason` says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleStep:
-    """One step of one worker's change: it has reached a phase."""
-
-    worker: str
-    phase: ScalePhase
-    reason: str = ""
-    """Why the change has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RollOrder:
-    """An order to replace all workers."""
-
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options of the successors that differ from the workers' present ones, as a command line's."""
-    max_surge: int = 1
-    """The number of successors that start before their predecessors drain."""
-    max_unavailable: int = 0
-    """The number of workers that leave before their successors start."""
-    undo: bool = False
-    """Whether to go back to the options before the roll that runs, has stopped, or was the last."""
 
 
 class Administrator(Protocol):

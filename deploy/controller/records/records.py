@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from kvrelay.deploy.controller.changes.replacement_order import FIRST, Revision, Roll
-from kvrelay.deploy.controller.changes.wanted import Changes
+from kvrelay.deploy.controller.records.ordered_changes import FIRST, Changes, Revision, Roll
 from kvrelay.deploy.errors import ClusterError
+from kvrelay.deploy.nodes.started_worker import ActorPlace, Started
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity
 from kvrelay.wire.model_digest import ModelDigest
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -74,27 +74,6 @@ class ClusterRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorPlace:
-    """The place of a worker's actor."""
-
-    group: str
-    """The name of a placement group."""
-    index: int
-    """The index of the bundle in that group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A worker that has started."""
-
-    info: WorkerInfo
-    process: ProcessIdentity | None
-    """The worker's process; None where the system does not tell it."""
-    node: str = ""
-    """The address of its node in Ray."""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """One worker that is wanted or about to leave, and its latest incarnation."""
 
@@ -110,6 +89,11 @@ class WorkerRecord:
     """Whether no other incarnation follows."""
     revision: Revision = FIRST
     """The revision of the worker's options."""
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """The process of its latest incarnation, as far as it is known."""
+        return None if self.started is None else self.started.process
 
     def to_bytes(self) -> bytes:
         """Encode the record for the store."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvrelay.router.admission.structured_outputs import FIELD
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
-from kvrelay.router.doors.http.fields import Fields, Schema
+from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.errors import InvalidField
+from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.output_parsers.formats import ToolFormat, format_of
 from kvrelay.text.output_parsers.hermes import HermesParser
@@ -22,47 +21,10 @@ from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
 from kvrelay.v1 import inference_pb2
 
-MAX_TOOLS: Final = 128
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PARSERS: Final[Mapping[ToolFormat, Callable[[], OutputParser]]] = {
     ToolFormat.HERMES: HermesParser,
     ToolFormat.LLAMA3_JSON: JsonCallsParser,
     ToolFormat.PYTHONIC: PythonicParser,
-}
-_TOOLS: Final[Schema] = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {
-        "type": "object",
-        "properties": {
-            "type": {"const": "function"},
-            "function": {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
-                    "parameters": {"type": ["object", "null"]},
-                },
-                "required": ["name"],
-            },
-        },
-        "required": ["type", "function"],
-    },
-}
-_CHOICE: Final[Schema] = {
-    "anyOf": [
-        {"enum": ["auto", "none", "required"]},
-        {
-            "type": "object",
-            "properties": {
-                "function": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}},
-                    "required": ["name"],
-                }
-            },
-            "required": ["function"],
-        },
-    ]
 }
 _DEFINITIONS: Final = ("$defs", "definitions")
 _ANY_ARGUMENTS: Final = {"type": "object"}
@@ -139,15 +101,15 @@ def speaker(
     return lambda: ReasoningParser((make or ContentParser)(), begins_inside=in_reasoning())
 
 
-def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingParams) -> Tools:
-    """Read `tools` and `tool_choice`; set the fields of `params` that calls need.
+def read_tools(
+    body: ChatCompletionRequest, dialect: Dialect, params: inference_pb2.SamplingParams
+) -> Tools:
+    """Convert `tools` and `tool_choice`; set the fields of `params` that calls need.
 
     If a call is required, its form becomes the structured output. Otherwise the tags of calls are
     left in the text.
     """
-    tools = read_tool_list(fields)
-    parallel = fields.optional_flag("parallel_tool_calls")
-    choice, name = _read_choice(fields)
+    tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools:
         if choice not in ("auto", "none"):
             raise InvalidField("tool_choice", "is allowed with tools alone")
@@ -166,57 +128,19 @@ def read_tools(fields: Fields, dialect: Dialect, params: inference_pb2.SamplingP
             )
         if dialect.tools is not None and not params.HasField("skip_special_tokens"):
             params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
-        return Tools(tools, first_alone=parallel is False)
+        return Tools(tools, first_alone=body.parallel_tool_calls is False)
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")
     if choice == "required":
-        schema = _of_calls(functions.values(), 1 if parallel is False else None)
+        schema = _of_calls(functions.values(), 1 if body.parallel_tool_calls is False else None)
         params.structured_output.json_schema = json.dumps(schema, ensure_ascii=False)
         return Tools(tools, required=True)
+    name = choice.function.name
     if name not in functions:
         raise InvalidField("tool_choice.function.name", "is no tool of this call")
     arguments = functions[name].get("parameters") or _ANY_ARGUMENTS
     params.structured_output.json_schema = json.dumps(arguments, ensure_ascii=False)
     return Tools(tools, named=name)
-
-
-def read_tool_list(fields: Fields) -> list[dict[str, Any]]:
-    """Read `tools`; an empty list if it is absent."""
-    given = fields.take("tools", _TOOLS)
-    if given is None:
-        return []
-    if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        raise InvalidField("tools", f"must be a list of tools, at most {MAX_TOOLS}")
-    for number, one in enumerate(given):
-        _check_tool(f"tools[{number}]", one)
-    return given
-
-
-def _check_tool(place: str, given: Any) -> None:
-    if not isinstance(given, dict) or given.get("type") != "function":
-        raise InvalidField(place, 'must be a tool of the type "function"')
-    function = given.get("function")
-    if not isinstance(function, dict):
-        raise InvalidField(f"{place}.function", "must be an object")
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidField(f"{place}.function.name", f"must match {_NAME.pattern}")
-    if not isinstance(function.get("parameters"), dict | None):
-        raise InvalidField(f"{place}.function.parameters", "must be a JSON schema")
-
-
-def _read_choice(fields: Fields) -> tuple[str, str]:
-    """Return auto, none, required or function, and the tool's name in the last case."""
-    given = fields.take("tool_choice", _CHOICE)
-    if given is None:
-        return "auto", ""
-    if given in ("auto", "none", "required"):
-        return str(given), ""
-    function = given.get("function") if isinstance(given, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise InvalidField("tool_choice", 'must be "auto", "none", "required" or a function')
-    return "function", name
 
 
 def _of_calls(functions: Any, most: int | None) -> dict[str, Any]:

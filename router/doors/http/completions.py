@@ -70,7 +70,7 @@ class Completions:
     async def serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
         """Answer one call; raise `RequestError` if it fails."""
         answer = CompletionAnswer(style, f"{style.prefix}-{uuid.uuid4().hex}", self._model_name)
-        serve = self._stream if call.options.stream else self._answer
+        serve = self._stream if call.stream else self._answer
         try:
             await serve(exchange, call, answer, caller)
         except InvalidField as error:
@@ -86,7 +86,7 @@ class Completions:
             return Chunks(answer, self._part(call, number, request), call.shown)
 
         completions = await self._run(exchange, call, answer, caller, make, exchange.write)
-        usage = usage_chunk(answer, completions) if call.options.include_usage else b""
+        usage = usage_chunk(answer, completions) if call.include_usage else b""
         try:
             async with asyncio.timeout(self._read_timeout):
                 await exchange.end(usage + DONE)

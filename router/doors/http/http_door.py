@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
@@ -46,15 +46,21 @@ from kvrelay.router.doors.http.errors import (
     internal_error,
 )
 from kvrelay.router.doors.http.exchange import Bodies, ClientGone, Exchange
-from kvrelay.router.doors.http.fields import Fields, parse_body
+from kvrelay.router.doors.http.json_body import parse_body, read_body
 from kvrelay.router.doors.http.live_page import LivePage
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
+from kvrelay.router.doors.http.protocol import (
+    BODIES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    SessionRequest,
+)
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
+from kvrelay.router.doors.progress_view import ProgressView
+from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.router.errors import RequestError, Unavailable
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
-from kvrelay.router.request_walks import Walks
-from kvrelay.router.server_info import ServerInfo
 from kvrelay.router.sessions import Sessions
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.encoding import decode
@@ -124,11 +130,11 @@ class _Path:
         made.methods = {self.method, "HEAD"} if has_head else {self.method}
         return made
 
-    def operation(self, bodies: Mapping[str, Mapping[str, Any]]) -> openapi.Operation:
+    def operation(self) -> openapi.Operation:
         """Return the path as an operation of the OpenAPI document."""
         path = self.path.replace(":path}", "}")
         about = openapi.about(self.handler)
-        body = bodies.get(self.path) if self.method == "POST" else None
+        body = BODIES.get(self.path) if self.method == "POST" else None
         return openapi.Operation(
             path, self.method, about, not self.open, self.answers, body, self.link
         )
@@ -237,7 +243,7 @@ class _Door:
         self._page = LivePage(
             behind.config.model_name,
             behind.info,
-            Walks(behind.fleet),
+            ProgressView(behind.fleet),
             lambda: behind.admission.closing,
             behind.config.read_timeout,
         )
@@ -253,7 +259,7 @@ class _Door:
         """POST /v1/completions: goes on with texts or token ids."""
         body = await self._body(exchange)
         with self._behind.admission.counting("http"):
-            call = read_completion(Fields(body), self._behind.texts)
+            call = read_completion(read_body(CompletionRequest, body), self._behind.texts)
             check_fits(call, caller, self._behind.config.max_live_requests)
         serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
         await exchange.unless_gone(serving)
@@ -262,15 +268,14 @@ class _Door:
         """POST /v1/chat/completions: answers a conversation."""
         behind, body = self._behind, await self._body(exchange)
         with behind.admission.counting("http"):
-            call = read_chat_completion(
-                Fields(body), exchange.body_bytes, behind.texts, self._dialect
-            )
+            chat = read_body(ChatCompletionRequest, body)
+            call = read_chat_completion(chat, exchange.body_bytes, behind.texts, self._dialect)
         serving = self._completions.serve(exchange, call, ChatStyle(), caller)
         await exchange.unless_gone(serving)
 
     async def open_session(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/sessions: opens a session, as OpenSession does."""
-        message = read_open_session(Fields(await self._body(exchange)))
+        message = read_open_session(read_body(SessionRequest, await self._body(exchange)))
         session = await self._behind.adoption.open(caller, message)
         opened = {
             "id": session.session_id,
@@ -338,8 +343,7 @@ class _Door:
 
     @functools.cached_property
     def _document(self) -> dict[str, Any]:
-        bodies = openapi.bodies(self._behind.texts)
-        operations = [one.operation(bodies) for one in _paths(self)]
+        operations = [one.operation() for one in _paths(self)]
         return openapi.document(operations, has_tokens=self._behind.tokens is not None)
 
     async def health(self, exchange: Exchange) -> None:

@@ -17,8 +17,8 @@ from google.protobuf.json_format import MessageToDict
 from kvrelay.router.callers import Caller
 from kvrelay.router.doors.http.errors import HttpError
 from kvrelay.router.doors.http.exchange import ClientGone, Exchange
-from kvrelay.router.request_walks import Walks
-from kvrelay.router.server_info import ServerInfo
+from kvrelay.router.doors.progress_view import ProgressView
+from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.v1 import inference_pb2 as pb
 
 _SECONDS: Final = 0.25
@@ -46,7 +46,7 @@ class LivePage:
         self,
         model: str,
         info: ServerInfo,
-        walks: Walks,
+        walks: ProgressView,
         ends: Callable[[], bool],
         read_timeout: float,
     ) -> None:

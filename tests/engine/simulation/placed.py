@@ -9,9 +9,12 @@ from typing import Any
 from kvrelay.engine.scheduler.commands import Submit
 from kvrelay.router.callers import ANYBODY
 from kvrelay.router.generation import GenerationRequest, Submission
+from kvrelay.router.placement.choose import PlacementRules, Placer
+from kvrelay.router.placement.chosen import Chosen
 from kvrelay.router.placement.demand import Demand
+from kvrelay.router.placement.estimate import ExpectedPrompts
 from kvrelay.router.placement.known_prefixes import KnownPrefixes
-from kvrelay.router.placement.pairing import Placer, WorkerPair
+from kvrelay.router.placement.ready_workers import ReadyWorkers
 from kvrelay.router.placement.worker_link import WorkerLink
 from kvrelay.wire.messages import ATTACH_REQUEST, ENGINE_OUTPUTS
 from kvrelay.wire.output import EngineOutputs, RequestOutput
@@ -32,7 +35,10 @@ class PlacedClockwork(Clockwork):
     def __init__(self, *args: Any, prefix_entries: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self.prefixes = KnownPrefixes(prefix_entries)
-        self.placer = Placer(self.prefixes)
+        self.ready = ReadyWorkers(
+            self.prefixes, lambda one: self.links[self.by_name[one]].prompt_queue
+        )
+        self.placer = Placer(self.ready, PlacementRules())
         self.links = {worker: self._link(worker) for worker in self.workers}
         self.expected_hits = dict.fromkeys(WorkerRole, 0)
         """Tokens."""
@@ -56,8 +62,11 @@ class PlacedClockwork(Clockwork):
             on_expected_hit=self._count_hit,
         )
 
+    def _queue_of(self, incarnation: str) -> ExpectedPrompts:
+        return self.links[self.by_name[incarnation]].prompt_queue
+
     def _rank(self, link: WorkerLink) -> None:
-        self.placer.put(link.endpoint.role, link.candidate)
+        self.ready.put(link.endpoint.role, link.candidate)
 
     def _count_hit(self, role: WorkerRole, tokens: int) -> None:
         self.expected_hits[role] += tokens
@@ -68,7 +77,7 @@ class PlacedClockwork(Clockwork):
         marks = self.prefixes.marks_of(input_ids, "")
         total = len(input_ids) + max_tokens
         pair = self.placer.choose(Demand(len(input_ids), total, marks=marks))
-        assert isinstance(pair, WorkerPair), pair
+        assert isinstance(pair, Chosen), pair
         decode = self.by_name[pair.decode.worker]
         return decode if pair.prefill is None else self.by_name[pair.prefill.worker], decode
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document, which the readers of the bodies make."""
+"""The OpenAPI document, which the models that read the bodies make."""
 
 from __future__ import annotations
 
@@ -28,11 +28,23 @@ async def document(http: httpx.AsyncClient) -> dict[str, Any]:
     return read
 
 
+def bodies_of(document: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """The schemas of a path's body: of each kind of it, if there are several."""
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    schema = content["schema"]
+    return [resolve(document, one) for one in schema.get("anyOf", [schema])]
+
+
 def body_of(document: dict[str, Any], path: str) -> dict[str, Any]:
-    schema: dict[str, Any] = document["paths"][path]["post"]["requestBody"]["content"][
-        "application/json"
-    ]["schema"]
+    [schema] = bodies_of(document, path)
     return schema
+
+
+def resolve(document: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """The schema that is referred to, with all that it refers to itself."""
+    components = document["components"]
+    name = reference["$ref"].removeprefix("#/components/schemas/")
+    return {**components["schemas"][name], "components": components}
 
 
 def named_in_the_page() -> set[str]:
@@ -51,11 +63,8 @@ async def test_each_field_of_the_page_is_in_the_document(http: httpx.AsyncClient
         shapes = [body[outer] for body in bodies if outer in body]
         assert shapes, name
         if inner:
-            assert all(inner in one["anyOf"][0]["properties"] for one in shapes), name
-
-
-def alternatives(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(schema.get("anyOf", [schema]))
+            inside = [resolve(told, one["anyOf"][0])["properties"] for one in shapes]
+            assert all(inner in properties for properties in inside), name
 
 
 @pytest.mark.parametrize(
@@ -73,10 +82,10 @@ async def test_the_reader_knows_the_fields_of_the_document_and_no_others(
     http: httpx.AsyncClient, path: str, number: int, base: dict[str, Any], required: list[str]
 ) -> None:
     told = await document(http)
-    schema = alternatives(body_of(told, path))[number]
+    schema = bodies_of(told, path)[number]
     known = {*schema["properties"], "prompt", "messages"}
     assert schema.get("required", []) == required
-    every = [one["properties"] for each in WITH_BODIES for one in alternatives(body_of(told, each))]
+    every = [one["properties"] for each in WITH_BODIES for one in bodies_of(told, each)]
     for name in sorted({name for one in every for name in one} - {"prompt", "messages"}):
         answer = await http.post(path, json={**base, name: {"a": {}}})
         unknown = f"{name}: is no field that this server knows" in answer.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,11 @@ import pytest
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.http.chat_prompt import read_chat
 from kvrelay.router.doors.http.errors import HttpError
-from kvrelay.router.doors.http.fields import Fields, parse_body
+from kvrelay.router.doors.http.json_body import parse_body, read_body
+from kvrelay.router.doors.http.protocol import ChatCompletionRequest, CompletionRequest
+from kvrelay.router.errors import InvalidField
 from kvrelay.text.chat_template import ChatTemplate
+from kvrelay.v1 import inference_pb2
 
 from ..cluster import Cluster, running
 from .client import CHAT, PROMPT, TEMPLATE
@@ -54,7 +58,19 @@ from .client import CHAT, PROMPT, TEMPLATE
         ({"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format.type"),
         ({"prompt": "x", "guided_json": 3}, 400, "guided_json"),
         ({"prompt": "x", "guided_decoding_backend": "x"}, 400, "guided_decoding_backend"),
+        ({"prompt": "x", "guided_json": {"a": {}}, "guided_regex": 3}, 400, "guided_regex"),
         ({"prompt": "x", "bad_words": ["y"]}, 400, "bad_words"),
+        ({"prompt": "x", "length_penalty": True}, 400, "length_penalty"),
+        ({"prompt": "x", "spaces_between_special_tokens": 1}, 400, "spaces_between_special_tokens"),
+        ({"prompt": "x", "idle_timeout_seconds": 1}, 400, "idle_timeout_seconds"),
+        ({"prompt": None}, 400, "prompt"),
+        ({"prompt": "x", "seed": 10**300}, 400, "seed"),
+        ({"prompt": "x", "temperature": 10**400}, 400, "temperature"),
+        ({"prompt": "x", "top_k": "5"}, 400, "top_k"),
+        ({"prompt": "x", "stream": "true"}, 400, "stream"),
+        ({"prompt": "x", "stream": 1}, 400, "stream"),
+        ({"prompt": "x", "logit_bias": {"0" * 20 + "9" * 20: 1}}, 400, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"1": "x"}}, 400, "logit_bias.1"),
         ({"prompt": "x", "best_of": 3}, 400, "best_of"),
         ({"prompt": "x", "cache_salt": "s" * 129}, 400, "cache_salt"),
     ],
@@ -82,6 +98,12 @@ async def test_a_refusal_names_the_field(
             "messages[0].content[0]",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"messages": [{"role": "a", "tool_calls": [3]}]}, "messages[0].tool_calls[0]"),
+        (
+            {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "["}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"messages": None}, "messages"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -135,11 +157,85 @@ def test_a_number_of_many_digits_is_not_parsed() -> None:
     assert int("7" * 1000)
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"n": "2"}, 'n: must be a whole number, got "2"'),
+        ({"n": -1}, "n: must be at least 0, got -1"),
+        ({"seed": 1 << 64}, f"seed: must be at most {(1 << 64) - 1}, got {1 << 64}"),
+        ({"echo": 1}, "echo: must be true or false, got 1"),
+        ({"model": ["x"]}, "model: must be a string, got a list"),
+        ({"top_p": True}, "top_p: must be a number, got true"),
+        ({"idle": "x" * 99}, "idle: is no field that this server knows"),
+        ({"stop": 1}, "stop: must be a string, or a list of strings"),
+        ({"store": True}, "store: is not served, but for false"),
+        ({"stream_options": []}, "stream_options: must be an object, got a list"),
+        ({"guided_json": 3}, "guided_json: must be a JSON schema"),
+        ({"prompt": [-1]}, f"prompt: token ids must be in [0, {(1 << 32) - 1}]"),
+    ],
+)
+def test_a_refusal_says_what_is_expected(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        read_body(CompletionRequest, {**PROMPT, **change})
+    assert str(refused.value) == problem
+
+
+def test_null_stands_for_an_absent_member() -> None:
+    absent = read_body(CompletionRequest, {"prompt": "x"})
+    names = [*CompletionRequest.model_fields, "no_such_member"]
+    given = read_body(CompletionRequest, {**dict.fromkeys(names), "prompt": "x"})
+    assert {name: getattr(given, name) for name in CompletionRequest.model_fields} == dict(absent)
+    assert given.sampling_params() == absent.sampling_params() == inference_pb2.SamplingParams()
+
+
+def test_a_template_sees_messages_and_tools_as_they_were_sent() -> None:
+    """With all members in their order, but for contents and arguments, which it gets whole."""
+    function = {"description": "d", "name": "f", "parameters": {"b": 1, "a": None}, "x": None}
+    tool = {"function": function, "type": "function", "strict": True}
+    call = {"function": {"arguments": '{"b": 1}', "name": "f"}, "id": "x"}
+    message = {"name": "n", "tool_calls": [call], "role": "assistant", "content": ["a", "b"]}
+    sent = {"messages": [message, {"role": "user"}], "tools": [tool]}
+    read = read_body(ChatCompletionRequest, sent)
+    whole = {**call, "function": {"arguments": {"b": 1}, "name": "f"}}
+    seen = [{**message, "tool_calls": [whole], "content": "a\nb"}, {"role": "user", "content": ""}]
+    assert json.dumps(read.messages) == json.dumps(seen)
+    assert json.dumps(read.tools) == json.dumps(sent["tools"])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"messages": [3] * 10_000}, "messages[0]: must be an object"),
+        ({"messages": [{"role": 3}] * 10_000}, "messages[0].role: must be a string"),
+        ({"messages": [{"role": "a", "content": [3] * 10_000}]}, "messages[0].content[0]: must be"),
+        ({"messages": [{"role": "a", "tool_calls": [3] * 10_000}]}, "messages[0].tool_calls[0]: "),
+        ({"tools": [3] * 128}, "tools[0]: must be an object"),
+        ({"stop": [3] * 10_000}, "stop: must be"),
+        ({"logit_bias": {str(number): "x" for number in range(10_000)}}, "logit_bias.0: must be"),
+        ({f"member{number}": 1 for number in range(10_000)}, "the body has more than 1024 faults"),
+    ],
+)
+def test_the_first_of_many_faults(change: dict[str, Any], problem: str) -> None:
+    """Reading ends at the first, or where there are too many to list."""
+    with pytest.raises((HttpError, InvalidField)) as refused:
+        read_body(ChatCompletionRequest, {**CHAT, **change})
+    assert str(refused.value).startswith(problem)
+
+
+@pytest.mark.parametrize("depth", [300, 600, 900])
+async def test_a_schema_of_many_levels(http: httpx.AsyncClient, depth: int) -> None:
+    schema = '{"a":' * depth + "1" + "}" * depth
+    body = f'{{"prompt": "x", "guided_json": {schema}}}'
+    answer = await http.post("/v1/completions", content=body.encode())
+    assert answer.status_code == 400
+
+
 def test_all_of_a_chat_counts_as_text() -> None:
     template = ChatTemplate(TEMPLATE, {})
     body = {"messages": [{"role": "a" * 1000, "content": "b"}]}
     texts: Any = None
-    assert read_chat(Fields(body), 1040, texts, template).num_bytes == 1040
+    chat = read_body(ChatCompletionRequest, body)
+    assert read_chat(chat, 1040, texts, template).num_bytes == 1040
 
 
 async def test_a_chat_without_a_template(config: RouterConfig) -> None:
@@ -189,10 +285,3 @@ async def test_more_prompts_than_may_be_live_are_never_begun(
     assert not cluster.prefill.submits
     assert await cluster.metric('kvrelay_requests_total{model="counter",outcome="invalid"}') == 1
     assert await cluster.metric('kvrelay_door_requests_total{door="http"') == 1
-
-
-def test_each_field_is_taken_once() -> None:
-    fields = Fields({"a": 1, "b": None})
-    assert fields.integer("a", 0, 2) == 1
-    assert fields.text("b") is None
-    fields.finish()

@@ -1,0 +1,325 @@
+"""The JSON bodies of the HTTP door's calls: their members, with the names and types of each.
+
+A value's legal range is checked for every door in `router.admission`. Here only values are refused
+that JSON allows and the router's messages cannot hold, and those that are not served.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
+
+from kvrelay.router.doors.http.field_types import (
+    AsSent,
+    Expected,
+    Float32,
+    HistoryDigest,
+    Int32,
+    JsonSchema,
+    LogitBias,
+    Object,
+    Only,
+    PositiveInt32,
+    Prompts,
+    Seed,
+    Strings,
+    TokenIds,
+    UInt32,
+)
+from kvrelay.router.doors.http.json_body import OpenObject, RequestBody
+from kvrelay.v1 import inference_pb2
+
+MAX_TOOLS: Final = 128
+TOOL_NAME: Final = "[A-Za-z0-9_.-]{1,64}"
+"""A tool's name, as a regular expression."""
+
+
+class SamplingFields(RequestBody):
+    """The sampling parameters that have the same names in the router's own message."""
+
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    min_p: Float32 | None = None
+    top_k: Int32 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    logit_bias: LogitBias | None = None
+    seed: Seed | None = None
+    n: UInt32 | None = None
+    max_tokens: UInt32 | None = None
+    min_tokens: UInt32 | None = None
+    stop: Strings | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    speculate: bool | None = None
+
+    def sampling_params(self) -> inference_pb2.SamplingParams:
+        """Return the parameters as the router's own message, where None leaves a field unset."""
+        return inference_pb2.SamplingParams(
+            **{name: getattr(self, name) for name in SamplingFields.__pydantic_fields__}
+        )
+
+
+class StreamOptions(RequestBody):
+    """The usage that a stream has."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Any = None
+
+
+class JsonSchemaResponseFormat(RequestBody):
+    """The schema of an output, with what OpenAI has beside it."""
+
+    json_schema: JsonSchema = Field(alias="schema")
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+
+
+class ResponseFormat(RequestBody):
+    """The form of an output, as OpenAI has it."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        Expected('must be "text", "json_object" or "json_schema"'),
+    ]
+    json_schema: JsonSchemaResponseFormat | None = None
+
+
+class StructuredOutputsParams(RequestBody):
+    """The form of an output, as vLLM has it."""
+
+    json_schema: JsonSchema | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Strings | None = None
+    json_object: bool | None = None
+
+
+class GenerationFields(SamplingFields):
+    """The members that the bodies of both endpoints for generation have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: UInt32 | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: Strings | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    session_id: Any = None
+    """An open session's id; clients of other servers send what they like."""
+
+    # Without meaning for this server.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    service_tier: Any = None
+    request_id: Any = None
+
+    # Served with the values alone at which they have no effect.
+    allowed_token_ids: Annotated[Any, Only([])] = None
+    bad_words: Annotated[Any, Only([])] = None
+    include_stop_str_in_output: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True)] = None
+    store: Annotated[Any, Only(False)] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+
+
+class CompletionRequest(GenerationFields):
+    """The body of /v1/completions."""
+
+    prompt: Prompts
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    logprobs: UInt32 | None = None
+    best_of: PositiveInt32 | None = None
+    suffix: Annotated[Any, Only("")] = None
+
+
+class TextPart(OpenObject):
+    """A part of a message's content."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+_Part = Annotated[str | TextPart, Expected('must be a text: {"type": "text", "text": …}')]
+_PARTS: Final = TypeAdapter[list[str | TextPart]](Annotated[list[_Part], Field(fail_fast=True)])
+
+
+def _join_parts(given: Any) -> str:
+    """Return the text of a content, which may come in parts; each becomes a line."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        raise ValueError("must be a text, or a list of parts")
+    parts = _PARTS.validate_python(given)
+    return "\n".join(one if isinstance(one, str) else one.text for one in parts)
+
+
+_Content = Annotated[
+    str, PlainValidator(_join_parts, json_schema_input_type=str | list[_Part] | None)
+]
+
+
+def _parse_arguments(given: Any) -> Any:
+    """Return the arguments of a call as the object that templates expect."""
+    if not isinstance(given, str):
+        return {} if given is None else given
+    try:
+        return json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        raise ValueError("must be JSON") from None
+
+
+_Arguments = Annotated[
+    Object, BeforeValidator(_parse_arguments, json_schema_input_type=str | Object | None)
+]
+
+
+class FunctionCall(OpenObject):
+    """The function of a call of an earlier turn, and its arguments."""
+
+    arguments: _Arguments = Field(default_factory=dict)
+
+
+class MessageToolCall(OpenObject):
+    """A call of an earlier turn."""
+
+    function: Annotated[Object, AsSent(FunctionCall)]
+
+
+_ToolCalls = Annotated[list[Annotated[Object, AsSent(MessageToolCall)]], Field(fail_fast=True)]
+
+
+class ChatMessage(OpenObject):
+    """A message of a conversation; its other members are for the template."""
+
+    role: str
+    content: _Content = ""
+    tool_calls: _ToolCalls | None = None
+
+
+class FunctionDefinition(OpenObject):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=f"^{TOOL_NAME}$")]
+    parameters: Object | None = None
+
+
+class ChatCompletionToolsParam(OpenObject):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Annotated[Object, AsSent(FunctionDefinition)]
+
+
+class NamedFunction(OpenObject):
+    """The name of a function that the model must call."""
+
+    name: str
+
+
+class ChatCompletionNamedToolChoiceParam(OpenObject):
+    """The choice of a function that the model must call."""
+
+    function: NamedFunction
+
+
+_ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | ChatCompletionNamedToolChoiceParam,
+    Expected('must be "auto", "none", "required" or a function'),
+]
+_Messages = Annotated[
+    list[Annotated[Object, AsSent(ChatMessage)]], Field(min_length=1, fail_fast=True)
+]
+_Tools = Annotated[
+    list[Annotated[Object, AsSent(ChatCompletionToolsParam)]],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+]
+
+
+class ChatFields(RequestBody):
+    """A conversation, and how it becomes a prompt."""
+
+    messages: _Messages
+    tools: _Tools | None = None
+    chat_template: Annotated[Any, Only()] = None
+    chat_template_kwargs: Object | None = None
+    documents: Annotated[Any, Only([])] = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(ChatFields, GenerationFields):
+    """The body of /v1/chat/completions."""
+
+    max_completion_tokens: UInt32 | None = None
+    tool_choice: _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    echo: Annotated[Any, Only(False)] = None
+
+
+class SessionRequest(RequestBody):
+    """The body of POST /v1/sessions."""
+
+    session_id: str | None = None
+    idle_timeout_seconds: float | None = None
+    max_kept_tokens: UInt32 | None = None
+    history: TokenIds | None = None
+    history_digest: HistoryDigest | None = None
+
+
+class TokenizeCompletionRequest(RequestBody):
+    """The body of /tokenize with a text."""
+
+    prompt: str
+    model: str | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeChatRequest(ChatFields):
+    """The body of /tokenize with a conversation."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of /detokenize."""
+
+    tokens: TokenIds | None = None
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+BODIES: Final[Mapping[str, Any]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/sessions": SessionRequest,
+    "/tokenize": TokenizeCompletionRequest | TokenizeChatRequest,
+    "/detokenize": DetokenizeRequest,
+}
+"""The body of POST for each path that takes one: a model, or a union of models."""
