@@ -71,6 +71,14 @@ def cover(cells: Sequence[Cell]) -> list[int]:
     return chosen
 
 
+def whole(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a quick test by every combination, all of which `make test` runs.
+
+    For tables: each combination is a row of its own, which no other two rows stand for.
+    """
+    return pytest.mark.parametrize(",".join(parameters), [*itertools.product(*parameters.values())])
+
+
 def share(first: Iterable[Any], second: Iterable[Any], *, one_in: int = 2) -> list[ParameterSet]:
     """Both parameters' values, in every combination; all but one in so many are slow tests.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
-from tests.pairwise import choose, cover, share
+from tests.pairwise import cell_of, choose, cover, share, whole
 
 FACTORS = {"one": 2, "two": 3, "three": 2, "four": 4}
 PRODUCT = [
@@ -40,3 +42,16 @@ def test_of_a_seed_two_values_are_run():
 def test_a_share_has_every_value_of_both_lists():
     quick = [one.values for one in share("abcd", range(3), one_in=3) if not one.marks]
     assert quick == [("a", 0), ("b", 2), ("c", 1), ("d", 0)]
+
+
+def test_of_a_table_every_row_is_run():
+    mark = whole(one=range(2), two=range(3), three=range(2)).mark
+    names, rows = mark.args
+    cases: list[Any] = [
+        SimpleNamespace(
+            callspec=SimpleNamespace(params=dict(zip(names.split(","), row, strict=True))),
+            iter_markers=lambda _: [mark],
+        )
+        for row in rows
+    ]
+    assert choose([cell_of(case) for case in cases]) == {*range(12)}

@@ -29,6 +29,7 @@ from tests.mem_cache.scenarios import (
     state,
     times_freed,
 )
+from tests.pairwise import whole
 
 
 def unpromised(kv_cache: KVCacheManager, pool: int) -> int:
@@ -115,8 +116,7 @@ def test_choices_of_a_windowed_model_end_in_any_order(order, cached):
 
 
 @CACHED
-@pytest.mark.parametrize("who", ["the first", "a child", "all"])
-@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.FINISHED])
+@whole(who=["the first", "a child", "all"], outcome=[Outcome.ABORTED, Outcome.FINISHED])
 def test_choice_ends_before_its_page_is_copied(who, outcome, cached):
     """The page that is read, and the one that is written, wait for the copying forward."""
     memory = make(4, 10, cached=cached)

@@ -159,9 +159,9 @@ def test_draws_are_keyed_by_seed_and_position() -> None:
     assert len(set(drawn.values())) > 250
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1])
-def test_any_64_bit_seed(seed: int) -> None:
-    assert 0 <= sample_one(random_logits(), row(seed=seed, position=2**31)) < VOCAB
+@pytest.mark.parametrize("number", [0, -1, 2**63, 2**64 - 1])
+def test_any_64_bit_seed(number: int) -> None:
+    assert 0 <= sample_one(random_logits(), row(seed=number, position=2**31)) < VOCAB
 
 
 def test_known_draws_never_change() -> None:

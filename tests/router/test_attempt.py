@@ -29,12 +29,15 @@ from kvrelay.router.requests.attempt_transitions import (
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 from kvrelay.wire.worker_info import WorkerRole
+from tests.pairwise import whole
 
 from .recorded_link import RecordedLink
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 SIDES = (PREFILL, DECODE)
 OPEN_PHASES = [phase for phase in ChoicePhase if phase is not ChoicePhase.ENDED]
+EVERY_ROW = whole(phase=OPEN_PHASES, side=SIDES, report=ChoiceReport)
+"""Of `TRANSITIONS`."""
 ENDS = {
     ChoiceReport.COMPLETE: RequestEnd(EndReason.STOP),
     ChoiceReport.HANDED_OVER: RequestEnd(EndReason.HANDED_OVER),
@@ -91,9 +94,7 @@ def test_every_end_is_a_report(reason: EndReason) -> None:
     assert ChoiceReport.of(RequestEnd(reason)) in ChoiceReport
 
 
-@pytest.mark.parametrize("phase", OPEN_PHASES)
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("report", ChoiceReport)
+@EVERY_ROW
 def test_each_row_does_what_its_action_says(
     phase: ChoicePhase, side: WorkerRole, report: ChoiceReport
 ) -> None:
@@ -129,9 +130,7 @@ def test_each_row_does_what_its_action_says(
     assert tried.prefill.asked_to_end == []
 
 
-@pytest.mark.parametrize("phase", OPEN_PHASES)
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("report", ChoiceReport)
+@EVERY_ROW
 def test_each_row_leads_to_its_phase(
     phase: ChoicePhase, side: WorkerRole, report: ChoiceReport
 ) -> None:
@@ -148,9 +147,7 @@ def test_each_row_leads_to_its_phase(
         assert tried.attempt.open_choices == other.attempt.open_choices
 
 
-@pytest.mark.parametrize("phase", OPEN_PHASES)
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("report", ChoiceReport)
+@EVERY_ROW
 def test_a_decode_worker_that_drains_ends_prefill_and_explains_an_abort(
     phase: ChoicePhase, side: WorkerRole, report: ChoiceReport
 ) -> None:
@@ -164,11 +161,10 @@ def test_a_decode_worker_that_drains_ends_prefill_and_explains_an_abort(
         assert isinstance(verdict, AttemptFailed) == (report is ChoiceReport.FAILED)
 
 
-@pytest.mark.parametrize("order", [SIDES, SIDES[::-1]])
-@pytest.mark.parametrize("prefill", ChoiceReport)
-@pytest.mark.parametrize(
-    "decode",
-    [
+@whole(
+    order=[SIDES, SIDES[::-1]],
+    prefill=ChoiceReport,
+    decode=[
         ChoiceReport.RETRACTED,
         ChoiceReport.ABORTED,
         ChoiceReport.FAILED,

@@ -16,6 +16,7 @@ from kvrelay.router.requests.output_choice import Choice
 from kvrelay.router.requests.output_stream import OutputStream
 from kvrelay.router.requests.output_text import TextStream
 from kvrelay.router.requests.readers import Patience, Readers
+from tests.pairwise import whole
 
 from .live_run import made
 
@@ -103,8 +104,7 @@ async def test_an_event_is_sent_as_soon_as_there_is_room(
 
 
 @DOORS
-@pytest.mark.parametrize("first", ["room", "cancellation"])
-@pytest.mark.parametrize("num_events", [1, 2])
+@whole(first=["room", "cancellation"], num_events=[1, 2])
 async def test_nothing_is_sent_after_a_cancellation(
     tokenizer: Tokenizer, sends_first: bool, first: str, num_events: int
 ) -> None:
@@ -128,8 +128,7 @@ async def test_nothing_is_sent_after_a_cancellation(
 
 
 @DOORS
-@pytest.mark.parametrize("has_room", [True, False])
-@pytest.mark.parametrize("cancelled", [True, False])
+@whole(has_room=[True, False], cancelled=[True, False])
 async def test_a_stream_is_freed_when_its_reader_has_left(
     tokenizer: Tokenizer, uncollected: None, sends_first: bool, has_room: bool, cancelled: bool
 ) -> None:
