@@ -15,7 +15,7 @@ from kvrelay.mem_cache.host.host_pages import HostPages
 from kvrelay.mem_cache.host.host_windows import HostWindow
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.prefix.radix_windows import RadixWindows
+from kvrelay.mem_cache.prefix.radix_tree import RadixWindows
 from tests.known import known
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
 from tests.mem_cache.test_planted_host_faults import NOBODYS, HostMachine
