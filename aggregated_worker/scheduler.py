@@ -22,7 +22,7 @@ from kvrelay.engine.scheduler.prefix_waits import PrefixWaits
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
 from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.engine.scheduler.tier_loads import TierLoads
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.load import WorkerLoad
 from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.request_progress import RequestProgress

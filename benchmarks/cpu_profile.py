@@ -43,14 +43,13 @@ from benchmarks.threads import (
 from benchmarks.with_cluster import Started, split, started
 from kvrelay.deploy.commands.bench import HTTP_VOCAB_SIZE
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.load_generator.job_runner import closed_loop
 from kvrelay.deploy.load_generator.load_client import LoadClient, RequestRecord, RunClock
+from kvrelay.deploy.load_generator.measurement import Sender, closed_loop
 from kvrelay.deploy.load_generator.openai_client import (
     CompletionsClient,
     ResponseError,
     served_model,
 )
-from kvrelay.deploy.load_generator.run_progress import Sender
 from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.load_generator.workload import Prompts, Shape, fixed_jobs
 from kvrelay.deploy.reach.grpc_target import OPEN

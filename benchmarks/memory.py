@@ -43,9 +43,9 @@ from kvrelay.deploy.load_generator.table import table
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Batch, Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 
 MATCH_BAR_US = 200.0
@@ -266,16 +266,16 @@ class StepWork:
     def _one_step(self) -> dict[str, float]:
         """Seconds of each part; what the engine keeps beside its account is not among them."""
         kv_cache, leases = self._kv_cache, self._leases
-        settled = kv_cache.committed(leases)
+        settled = kv_cache.lengths.committed(leases)
         goals = settled + 1
         parts: list[tuple[str, Callable[[], object]]] = [
-            ("slide_all", lambda: kv_cache.slide_all(leases, settled)),
-            ("reclaim", kv_cache.reclaim),
-            ("grow_all", lambda: kv_cache.grow_all(leases, goals)),
-            ("commit_all", lambda: kv_cache.commit_all(leases, goals)),
-            ("page_tables", lambda: kv_cache.page_tables(leases)),
+            ("slide_all", lambda: kv_cache.lengths.slide(leases, settled)),
+            ("reclaim", kv_cache.allocator.reclaim),
+            ("grow_all", lambda: kv_cache.lengths.grow(leases, goals)),
+            ("commit_all", lambda: kv_cache.lengths.commit(leases, goals)),
+            ("page_tables", lambda: kv_cache.lengths.page_tables(leases)),
             ("audit", kv_cache.audit.check),
-            ("counts", kv_cache.counts),
+            ("counts", kv_cache.audit.counts),
         ]
         seconds = {}
         for name, part in parts:
@@ -305,7 +305,7 @@ class StepWork:
         """Tokens of each request; together they fill what the prefixes leave of the first pool."""
         chance = random.Random(0)
         weights = [chance.uniform(0.5, 1.5) for _ in range(self._sizes.requests)]
-        tokens = self._kv_cache.page_counts()[0].free * PAGE_SIZE / sum(weights)
+        tokens = self._kv_cache.audit.page_counts()[0].free * PAGE_SIZE / sum(weights)
         lengths = [int(weight * tokens) for weight in weights]
         return [length // PAGE_SIZE * PAGE_SIZE if aligned else length for length in lengths]
 

@@ -42,8 +42,8 @@ from benchmarks.threads import cpu_seconds
 from benchmarks.with_cluster import Started, interrupt_on_signals, split, started
 from kvrelay.client.access import Metadata
 from kvrelay.deploy.errors import DeployError
-from kvrelay.deploy.load_generator.job_runner import closed_loop
 from kvrelay.deploy.load_generator.load_client import LoadClient, RunClock
+from kvrelay.deploy.load_generator.measurement import closed_loop
 from kvrelay.deploy.load_generator.table import table
 from kvrelay.deploy.load_generator.workload import Prompts, Shape, fixed_jobs
 from kvrelay.observe.trace_context import HEADER, TraceContext, new_span_id, new_trace_id

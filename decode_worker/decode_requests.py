@@ -15,7 +15,7 @@ from kvrelay.engine.scheduler.itl_target import ItlTarget
 from kvrelay.engine.scheduler.mixed_steps import MixedSteps, Newcomers
 from kvrelay.engine.scheduler.running_batch import RunningBatch
 from kvrelay.mem_cache.fence import Fence
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.hand_over import FromDecode
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd
 

@@ -18,7 +18,7 @@ from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import PAGE_MISMATCHES, VERIFIED_PAGES
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over.states import DecodeState
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.hand_over import (
     Announce,
     Ask,
@@ -113,7 +113,8 @@ class HandOvers:
         self._context.outbox.put(request.stream, CloseStream())
         self._context.kv_cache.commit(request.held, request.input_len)
         if not request.borrowed_len:  # what is published cannot be rolled back
-            self._context.publish_input(request)
+            # All of it is written, and nothing reads its pages yet.
+            self._context.kv_cache.sharing.publish(request.held, request.input_ids)
         live = []
         for choice, first in zip(request.choices, request.hand_over.first_tokens, strict=True):
             if first.finished:

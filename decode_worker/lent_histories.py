@@ -68,7 +68,7 @@ class LentHistories:
 
     def expect(self, request: HandedOverRequest) -> None:
         """Become readable, because a turn has come whose session may be lent."""
-        if self._context.sessions.has_kv_of(request):
+        if self._context.session_turns.has_kv_of(request):
             self._be_readable()
 
     def _be_readable(self) -> None:

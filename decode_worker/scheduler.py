@@ -43,7 +43,7 @@ from kvrelay.engine.scheduler.suspects import alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.hand_over.states import DecodeState
 from kvrelay.kv_transfer.transfers import MOST_DEAD, Transfers
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.hand_over import Heartbeat
 from kvrelay.wire.load import PeerTransport, WorkerLoad
 from kvrelay.wire.output import EndReason, FailureReason, RequestEnd

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ Shares = Sequence[tuple[str, int]]
 """The holders for which pages move, and the number of pages for each, in order."""
 
 NO_PAGES: Pages = np.empty(0, np.int32)
+
+NO_PAGE: Final = -1
+"""The entry of a table or a prefix where there is no page, as a window has passed it."""
 
 HISTORY = 1024
 """The number of moves kept to explain a conservation fault."""

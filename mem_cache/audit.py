@@ -8,15 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.mem_cache.account import Owner, Pages
+from kvrelay.mem_cache.account import NO_PAGE, Owner, Pages
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.leases.lease import LeaseState
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
-from kvrelay.mem_cache.leases.promises import Promises
-from kvrelay.mem_cache.leases.rows import Rows
-from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, PrefixIndex
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.leases.ledger import Ledger
 from kvrelay.wire.load import PoolCounts
 
 Bools = npt.NDArray[np.bool_]
@@ -37,29 +33,17 @@ class Audit:
     """The audit: counts pages and rows by owner, and compares both accounts. It changes nothing.
 
     Args:
-        shape: of the cache.
-        rows: the rows, each of which has one owner.
-        index: the prefix index.
-        allocator: knows the owner of each page.
-        promises: knows how many pages are promised.
+        ledger: of the cache.
         leases: all of them.
     """
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        rows: Rows,
-        index: PrefixIndex,
-        allocator: PageAllocator,
-        promises: Promises,
-        leases: LeaseTable,
-    ) -> None:
-        self._pools = shape.pool_numbers
-        self._page_size = shape.page_size
-        self._rows = rows
-        self._index = index
-        self._allocator = allocator
-        self._promises = promises
+    def __init__(self, ledger: Ledger, leases: LeaseTable) -> None:
+        self._pools = ledger.shape.pool_numbers
+        self._page_size = ledger.shape.page_size
+        self._rows = ledger.rows
+        self._index = ledger.index
+        self._allocator = ledger.allocator
+        self._promises = ledger.promises
         self._leases = leases
 
     # Counts
@@ -74,8 +58,8 @@ class Audit:
         return PoolCounts(
             pool="rows",
             page_size=0,
-            total=self._rows.total,
-            free=len(self._rows.free_rows),
+            total=self._allocator.total_rows,
+            free=len(self._allocator.free_rows),
             held=len(self._leases.by_row) - allocator.session_rows,
             cached_evictable=0,
             cached_protected=0,
@@ -83,6 +67,10 @@ class Audit:
             quarantined=self._quarantined_rows(),
             promised=0,
         )
+
+    def counts(self) -> tuple[PoolCounts, ...]:
+        """List the counts of every pool's pages, and last of the rows."""
+        return (*self.page_counts(), self.row_counts())
 
     def _quarantined_rows(self) -> int:
         return sum([entry.row is not None for entry in self._allocator.quarantine])
@@ -135,9 +123,9 @@ class Audit:
             promised = self._promises.totals[pool]
             if not 0 <= promised <= self._allocator.available(pool):
                 raise ConservationError(f"{promised} pages promised: {self._pool_counts(pool)}")
-        owned = len(self._rows.free_rows) + len(self._leases.by_row) + self._quarantined_rows()
-        if owned != self._rows.total:
-            raise ConservationError(f"{owned} of {self._rows.total}: {self.row_counts()}")
+        owned = len(self._allocator.free_rows) + len(self._leases.by_row) + self._quarantined_rows()
+        if owned != self._allocator.total_rows:
+            raise ConservationError(f"{owned} of {self._allocator.total_rows}: {self.row_counts()}")
 
     def _claimed_pages(self, pool: int) -> list[int]:
         """Count the pages of a pool that each `Owner` claims, in the order of `Owner`.
@@ -178,9 +166,10 @@ class Audit:
         """Raise `ConservationError` unless each row has one owner, and released leases none."""
         quarantine = self._allocator.quarantine
         quarantined = [entry.row for entry in quarantine if entry.row is not None]
-        rows = [*self._rows.free_rows, *self._leases.by_row, *quarantined]
-        if sorted(rows) != list(range(self._rows.total)):
-            raise ConservationError(f"of {self._rows.total} rows these are owned: {sorted(rows)}")
+        total = self._allocator.total_rows
+        rows = [*self._allocator.free_rows, *self._leases.by_row, *quarantined]
+        if sorted(rows) != list(range(total)):
+            raise ConservationError(f"of {total} rows these are owned: {sorted(rows)}")
         if self._rows.allocated[-1] or self._rows.states[-1]:
             raise ConservationError("something was done to a lease that was released")
 
@@ -202,15 +191,6 @@ class Audit:
             if len(account.free_pages):
                 account.allocate((("nobody: it was lost on purpose", 1),))
                 return
-
-    def history(self, pool: int, page: int) -> str:
-        """List the last owners of a page, oldest first."""
-        return self._allocator.accounts[pool].history(page)
-
-    def free_pages(self, pool: int) -> list[int]:
-        """The pages of a pool that are free."""
-        pages: list[int] = self._allocator.accounts[pool].free_pages.tolist()
-        return pages
 
     def owner_runs(self, pool: int) -> list[OwnerRun]:
         """List every page of a pool once, in order, as runs of one owner and lease."""

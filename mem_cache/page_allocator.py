@@ -1,4 +1,4 @@
-"""The only code that moves a page of the device: it allocates, frees, quarantines and reclaims.
+"""The only code that moves a page of the device, or a row, between owners.
 
 Only these methods move pages to the free list:
 
@@ -21,8 +21,6 @@ import numpy.typing as npt
 from kvrelay.mem_cache.account import Owner, PageAccount, Pages, Shares
 from kvrelay.mem_cache.counts import CacheCounts, QuarantineCounts
 from kvrelay.mem_cache.fence import Fence, FenceKind
-from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex, PrefixLock
 from kvrelay.mem_cache.shape import PoolShape
 
@@ -55,7 +53,7 @@ class PageAllocator:
 
     Args:
         pools: their shapes.
-        rows: the rows, freed here after their leases.
+        total_rows: the number of rows.
         index: the prefix index, from which it evicts when free pages are short.
         clock: seconds, monotonic; only ever used to report an age.
     """
@@ -63,7 +61,7 @@ class PageAllocator:
     def __init__(
         self,
         pools: Sequence[PoolShape],
-        rows: Rows,
+        total_rows: int,
         index: PrefixIndex,
         clock: Callable[[], float],
     ) -> None:
@@ -77,7 +75,9 @@ class PageAllocator:
         self.session_pages = [0] * len(pools)
         self.quarantined_pages = [0] * len(pools)
         self.session_rows = 0
-        self._rows = rows
+        self.total_rows = total_rows
+        self.free_rows = list(range(total_rows))[::-1]
+        """The rows that no lease has; the last is handed out next; read only."""
         self._index = index
         self._clock = clock
 
@@ -114,6 +114,10 @@ class PageAllocator:
         return counts
 
     # Leases
+
+    def take_row(self) -> int:
+        """Hand out a row. One must be free."""
+        return self.free_rows.pop()
 
     def allocate(self, pool: int, shares: Shares) -> Pages:
         """Hand out pages to leases, evicting for them. Enough pages must be `available`."""
@@ -205,30 +209,25 @@ class PageAllocator:
 
     # Sessions
 
-    def move_to_session(self, lease: Lease) -> None:
-        """Move all that a lease owns, and its row, to a session."""
-        self.session_rows += 1
-        for pool, number in enumerate(self._move_all(lease, Owner.LEASE, Owner.SESSION)):
-            self.session_pages[pool] += number
-            self.lease_pages[pool] -= number
+    def move_to_session(self, holder: str, owned: Sequence[Pages]) -> None:
+        """Move all pages that a lease owns, for each pool, and its row, to a session."""
+        self._move_all(holder, owned, Owner.LEASE, Owner.SESSION, 1)
 
-    def move_from_session(self, lease: Lease) -> None:
-        """Move all that a session's lease owns, and its row, back to a request."""
-        self.session_rows -= 1
-        for pool, number in enumerate(self._move_all(lease, Owner.SESSION, Owner.LEASE)):
-            self.session_pages[pool] -= number
-            self.lease_pages[pool] += number
+    def move_from_session(self, holder: str, owned: Sequence[Pages]) -> None:
+        """Move all pages that a session's lease owns, and its row, back to a request."""
+        self._move_all(holder, owned, Owner.SESSION, Owner.LEASE, -1)
 
     # Inside
 
-    def _move_all(self, lease: Lease, source: Owner, target: Owner) -> list[int]:
-        """Move a lease's own pages. Returns their number for each pool."""
-        numbers = []
-        for pool, account in enumerate(self.accounts):
-            pages = lease.own_pages(pool)
-            account.move(((lease.holder, len(pages)),), pages, source, target)
-            numbers.append(len(pages))
-        return numbers
+    def _move_all(
+        self, holder: str, owned: Sequence[Pages], source: Owner, target: Owner, sign: int
+    ) -> None:
+        """Move a lease's own pages and row to a session, or back if `sign` is -1."""
+        self.session_rows += sign
+        for pool, pages in enumerate(owned):
+            self.accounts[pool].move(((holder, len(pages)),), pages, source, target)
+            self.session_pages[pool] += sign * len(pages)
+            self.lease_pages[pool] -= sign * len(pages)
 
     def _free_indexed(self, pool: int, pages: Pages) -> None:
         shares = (("prefix index", len(pages)),)
@@ -239,4 +238,4 @@ class PageAllocator:
         if lock is not None:
             self.unlock(lock)
         if row is not None:
-            self._rows.free_rows.append(row)
+            self.free_rows.append(row)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvrelay.mem_cache.leases.rows import Ints
+import numpy as np
+import numpy.typing as npt
 
+Ints = npt.NDArray[np.signedinteger[Any]]
+"""An array with one number a lease."""
 Tokens = TypeVar("Tokens", int, Ints)
 
 

@@ -12,7 +12,7 @@ from kvrelay.kv_transfer.checksums import locate
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import count_mismatches
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.prefill_worker.histories import Histories
 from kvrelay.prefill_worker.prompt_queue import PromptQueue
 from kvrelay.prefill_worker.request import (

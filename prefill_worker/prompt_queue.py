@@ -13,7 +13,7 @@ from kvrelay.engine.scheduler.prompts_in_progress import ComputingPrompts
 from kvrelay.engine.scheduler.tier_loads import TierLoads
 from kvrelay.kv_transfer.hand_over.states import PrefillState
 from kvrelay.kv_transfer.transfers import Transfers
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.prefill_worker.host_reads import HostReads
 from kvrelay.prefill_worker.request import PrefillRequest
 from kvrelay.prefill_worker.sending import send

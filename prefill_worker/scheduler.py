@@ -17,7 +17,7 @@ from kvrelay.engine.scheduler.suspects import Turns, alone_until, failed_end
 from kvrelay.kv_transfer.hand_over.prefill_side import PrefillHandOver
 from kvrelay.kv_transfer.transfers import Transfers
 from kvrelay.kv_transfer.verify_pages import VerifyPages
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.prefill_worker.hand_overs import HandOvers
 from kvrelay.prefill_worker.histories import Histories
 from kvrelay.prefill_worker.prompt_queue import PromptQueue

@@ -1,7 +1,6 @@
 """The legal values of what a client may choose for an output: one table for doors and workers.
 
-A door refuses a request with another value and names the field; so does a worker. The HTTP door
-also reads the names of the simple parameters here.
+A door refuses a request with another value and names the field; so does a worker.
 """
 
 from __future__ import annotations

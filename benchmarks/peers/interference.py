@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.peers.loads import Lengths
-from kvrelay.deploy.load_generator.job_runner import Send, closed_loop
 from kvrelay.deploy.load_generator.load_client import RequestRecord, RunClock
 from kvrelay.deploy.load_generator.load_report import Stats, itl, ttft
+from kvrelay.deploy.load_generator.measurement import Send, closed_loop
 from kvrelay.deploy.load_generator.workload import ClosedLoop, Poisson, Workload
 
 STREAMS = 8

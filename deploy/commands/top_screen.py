@@ -12,7 +12,6 @@ from typing import Any, Final, Self
 
 from rich.text import Text
 
-from kvrelay.deploy.commands.rates import Rates
 from kvrelay.deploy.commands.status_tables import readiness
 from kvrelay.wire.load import PAGE_STATES
 
@@ -278,3 +277,31 @@ def _short(number: float) -> str:
 def _printable(text: str) -> str:
     """Return the text without characters that would move a terminal's cursor."""
     return "".join(one if one.isprintable() else "?" for one in text)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Events a second between two reports, by the router's own clock."""
+
+    ended_requests: float
+    prompt_tokens: float
+    output_tokens: float
+
+    @classmethod
+    def between(cls, before: dict[str, Any] | None, now: dict[str, Any]) -> Self | None:
+        """Return the rates between two reports of `kvrelay status --json`.
+
+        None: there is only one, the router does not tell this caller, or it has restarted.
+        """
+        if before is None or not before["requests"] or not now["requests"]:
+            return None
+        seconds = now["uptime_seconds"] - before["uptime_seconds"]
+        if seconds <= 0:
+            return None
+        earlier, later = before["requests"], now["requests"]
+        ended = sum(later["ended"].values()) - sum(earlier["ended"].values())
+        return cls(
+            ended / seconds,
+            (later["prompt_tokens"] - earlier["prompt_tokens"]) / seconds,
+            (later["output_tokens"] - earlier["output_tokens"]) / seconds,
+        )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import aiohttp
 import click
 import grpc
+from rich import progress as bars
+from rich.console import Console
 
-from kvrelay.deploy.load_generator.job_runner import closed_loop, drive
 from kvrelay.deploy.load_generator.load_client import LoadClient, RequestRecord, RunClock
 from kvrelay.deploy.load_generator.load_report import LoadReport, Slo, summarise
 from kvrelay.deploy.load_generator.openai_client import (
@@ -22,12 +24,20 @@ from kvrelay.deploy.load_generator.openai_client import (
     ResponseError,
     describe_model,
 )
-from kvrelay.deploy.load_generator.run_progress import Followed, RunProgress, Sender
-from kvrelay.deploy.load_generator.workload import ClosedLoop, Prompts, Workload, check_lengths
+from kvrelay.deploy.load_generator.workload import ClosedLoop, Job, Prompts, Workload, check_lengths
 from kvrelay.deploy.reach.grpc_target import OPEN, CommandAccess
 from kvrelay.deploy.reach.http_target import HttpTarget
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc as rpc
+
+
+class Sender(Protocol):
+    """A client that sends jobs to one server, over either protocol."""
+
+    async def send(self, job: Job) -> RequestRecord:
+        """Send one job and read its stream to the end; a failure is in the record."""
+        ...
+
 
 MakeSender = Callable[[Prompts, RunClock], Sender]
 
@@ -240,3 +250,108 @@ def _describe(model: pb.GetModelInfoResponse, server: pb.GetServerInfoResponse) 
         "vocab_size": model.vocab_size,
         "max_model_len": model.max_model_len,
     }
+
+
+Send = Callable[[Job], Awaitable[RequestRecord]]
+
+
+async def drive(
+    workload: Workload, send: Send, clock: RunClock, max_seconds: float
+) -> list[RequestRecord]:
+    """Send the workload's jobs, and wait for all that were sent.
+
+    After ``max_seconds`` no more are sent. Those that run then are waited for:
+    to drop them would drop the slowest and flatter the server.
+    """
+    if isinstance(workload.load, ClosedLoop):
+        slots = workload.load.concurrency
+        return await closed_loop(workload.jobs, send, slots, clock, max_seconds)
+    return await open_loop(workload.jobs, send, clock, max_seconds)
+
+
+async def closed_loop(
+    jobs: Sequence[Job], send: Send, concurrency: int, clock: RunClock, max_seconds: float
+) -> list[RequestRecord]:
+    """Keep ``concurrency`` requests running until the jobs or the time run out."""
+    records: list[RequestRecord] = []
+    waiting = iter(jobs)
+
+    async def slot() -> None:
+        while clock.now() < max_seconds and (job := next(waiting, None)) is not None:
+            records.append(await send(job))
+
+    async with asyncio.TaskGroup() as slots:
+        for _ in range(min(concurrency, len(jobs))):
+            slots.create_task(slot())
+    return records
+
+
+async def open_loop(
+    jobs: Sequence[Job], send: Send, clock: RunClock, max_seconds: float
+) -> list[RequestRecord]:
+    """Send each job at its due time, even if earlier ones still run."""
+    tasks: list[asyncio.Task[RequestRecord]] = []
+
+    async def run(job: Job) -> RequestRecord:
+        return await send(job)
+
+    async with asyncio.TaskGroup() as group:
+        for job in jobs:
+            due = job.due or 0.0
+            if max(due, clock.now()) >= max_seconds:
+                break
+            await asyncio.sleep(due - clock.now())
+            tasks.append(group.create_task(run(job)))
+    return [task.result() for task in tasks]
+
+
+class RunProgress:
+    """A context that shows the number of a run's ended requests, on a terminal only."""
+
+    def __init__(self, requests: int) -> None:
+        console = Console(stderr=True)
+        self._bars = bars.Progress(
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[failed]} failed"),
+            bars.TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal or console.is_dumb_terminal,
+            refresh_per_second=2,  # what it costs is taken from the load
+        )
+        self._task = self._bars.add_task("", total=requests, failed=0)
+        self.ended = 0
+        self.failed = 0
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def take(self, record: RequestRecord) -> None:
+        """Count one more request that has ended."""
+        self.ended += 1
+        self.failed += not record.completed
+        self._bars.update(self._task, completed=self.ended, failed=self.failed)
+
+
+class Followed:
+    """A client whose requests a `RunProgress` counts."""
+
+    def __init__(self, client: Sender, progress: RunProgress) -> None:
+        self._client = client
+        self._progress = progress
+
+    async def send(self, job: Job) -> RequestRecord:
+        """Send one job and read its stream to the end."""
+        record = await self._client.send(job)
+        self._progress.take(record)
+        return record

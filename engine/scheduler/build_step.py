@@ -36,5 +36,5 @@ def build_step(
     for item in scheduled:
         item.request.last_step = number
     counts = np.array([item.num_tokens for item in scheduled])
-    kv_cache.commit_all(batch, kv_cache.committed(batch) + counts)
-    return Step(number, scheduled, kv_cache.page_tables(batch), copies)
+    kv_cache.lengths.commit(batch, kv_cache.lengths.committed(batch) + counts)
+    return Step(number, scheduled, kv_cache.lengths.page_tables(batch), copies)

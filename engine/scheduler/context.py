@@ -24,7 +24,7 @@ from kvrelay.mem_cache.fence import Fence, StepClock, StepFence
 from kvrelay.mem_cache.host.host_tier import HostTier
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.publishing import PageCopy
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.wire.load import PeerTransport, PoolCounts, QuarantineState, WorkerLoad, sum_by_size
 from kvrelay.wire.output import (
     NO_TIMINGS,
@@ -82,7 +82,7 @@ class SchedulerContext(Generic[RequestT]):
         self.links: list[RouterLink] = []
         self.prefixes = PrefixReports(kv_cache.index, kv_cache.shape.page_size)
         """The reports to routers of what the prefix index has."""
-        self.sessions = SessionTurns(kv_cache, metrics)
+        self.session_turns = SessionTurns(kv_cache, metrics)
         """The KV that sessions keep between their turns."""
         self.progress = ProgressReports()
         """The progress reports to routers that watch their requests."""
@@ -172,7 +172,7 @@ class SchedulerContext(Generic[RequestT]):
             fresh_boundary: whether its session must lend whole pages only, because a read will
                 write the next page from its start.
         """
-        request.lease = self.sessions.open(
+        request.lease = self.session_turns.open(
             request, known_tokens, headroom, fresh_boundary=fresh_boundary
         )
         if request.lease is None:
@@ -181,21 +181,6 @@ class SchedulerContext(Generic[RequestT]):
         share = request.lease.kv_committed_len / request.input_len
         self._reused_share = max(share, self._reused_share * _REUSE_FADES)
         return True
-
-    def publish_settled(self, request: RequestT) -> None:
-        """Give the whole written pages of a request's input to the prefix index.
-
-        The request goes on, with the same pages. Nothing that still runs reads earlier tokens than
-        those that come next.
-        """
-        self.kv_cache.publish_settled(request.held, request.input_ids[: request.kv_written_len])
-
-    def publish_input(self, request: RequestT) -> None:
-        """Give the whole pages of a request's input to the prefix index, and free duplicates.
-
-        All of the input is written, and nothing reads its pages yet.
-        """
-        self.kv_cache.publish(request.held, request.input_ids)
 
     def rekey_to_choice(self, request: RequestT, choice: int) -> None:
         """Make a request that stood for several choices stand for one of them."""
@@ -212,10 +197,12 @@ class SchedulerContext(Generic[RequestT]):
         copied = StepFence(self.steps, self.steps.launched + 1)
         holders = [str(other.key) for other in others]
         input_ids, length = request.input_ids, request.input_len
-        fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
+        fork = self.kv_cache.sharing.fork(request.held, holders, input_ids, length, copied=copied)
         can_help = fork is None and self._can_fork_without_sessions(length, len(others))
-        while fork is None and can_help and self.sessions.evict_oldest():
-            fork = self.kv_cache.fork(request.held, holders, input_ids, length, copied=copied)
+        while fork is None and can_help and self.session_turns.evict_oldest():
+            fork = self.kv_cache.sharing.fork(
+                request.held, holders, input_ids, length, copied=copied
+            )
         if fork is None:
             return False
         for other, lease in zip(others, fork.leases, strict=True):
@@ -225,11 +212,11 @@ class SchedulerContext(Generic[RequestT]):
 
     def _can_fork_without_sessions(self, length: int, number: int) -> bool:
         """Whether `number` more choices of `length` tokens would fit if all idle sessions ended."""
-        if not len(self.sessions):
+        if not len(self.session_turns):
             return False
         shape = self.kv_cache.shape
         own = shape.pages_for(length) - length // shape.page_size
-        return self.sessions.can_make_room([number * own] * len(shape.pools), number)
+        return self.session_turns.can_make_room([number * own] * len(shape.pools), number)
 
     def take_copies(self) -> list[PageCopy]:
         """Take the page copies that the next forward must make first."""
@@ -320,13 +307,12 @@ class SchedulerContext(Generic[RequestT]):
         fences = [StepFence(self.steps, request.last_step), *fences]
         # Only written tokens are published: what a forward still writes is not.
         tokens = np.asarray(request.token_ids(0, request.kv_written_len), np.int32)
-        released = self.sessions.end_turn(request, outcome, tokens, fences)
-        if released is None and release_kv_cache(
-            self.kv_cache, request.lease, outcome, token_ids=tokens, fences=fences
+        released = self.session_turns.end_turn(request, outcome, tokens, fences)
+        if release_kv_cache(
+            self.kv_cache, request.lease, released, token_ids=tokens, fences=fences
         ):
-            released = outcome
-        if released is not None:
-            self.metrics.count(RELEASES, outcome=released.value)
+            why = released if outcome is Outcome.FINISHED else outcome
+            self.metrics.count(RELEASES, outcome=why.value)
 
     def measure_load(
         self,
@@ -357,15 +343,15 @@ class SchedulerContext(Generic[RequestT]):
             draining=self.draining,
             peers=tuple(peers),
             quarantine=self._quarantine(),
-            session_locked_tokens=self.sessions.locked_tokens,
+            session_locked_tokens=self.session_turns.locked_tokens,
             storage_error=self._storage_error(),
         )
 
     def _pool_counts(self) -> tuple[PoolCounts, ...]:
         """Count the pages of every pool, the host's after the device's, and last the rows."""
         if self.host_tier is None:
-            return self.kv_cache.counts()
-        *device, rows = self.kv_cache.counts()
+            return self.kv_cache.audit.counts()
+        *device, rows = self.kv_cache.audit.counts()
         return (*self.host_tier.pool_counts(device), rows)
 
     def _storage_error(self) -> str:
@@ -376,7 +362,7 @@ class SchedulerContext(Generic[RequestT]):
         now = self.kv_cache.clock()
         return tuple(
             QuarantineState(kind.value, found.pages, int(now - found.since))
-            for kind, found in self.kv_cache.quarantine_counts().items()
+            for kind, found in self.kv_cache.allocator.quarantine_counts().items()
         )
 
     @property
@@ -400,7 +386,7 @@ class SchedulerContext(Generic[RequestT]):
         for link in self.links:
             outputs = tuple(self._outputs.pop(link, ()))
             first, *rest = prefixes.get(link, (None,))
-            ended, progress = self.sessions.take_ended(link), self.progress.of(link)
+            ended, progress = self.session_turns.take_ended(link), self.progress.of(link)
             if outputs or changed or first or ended or progress:
                 news = EngineOutputs(
                     outputs,

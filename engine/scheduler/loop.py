@@ -3,7 +3,7 @@
 ::
 
     take the inbox's messages (a forward's end is one: scheduler.process_step_output())
-    -> kv_cache.reclaim() -> scheduler.watch_peers() -> scheduler.admit()
+    -> kv_cache.allocator.reclaim() -> scheduler.watch_peers() -> scheduler.admit()
     -> scheduler.schedule() -> launch -> audit -> send outputs
 
 The engine thread runs it, and no other thread touches memory state. The forward runs on a thread of
@@ -221,7 +221,7 @@ class Engine(Generic[RequestT, MessageT]):
     def _run_pass(self, messages: Iterable[EngineMessage[RequestT, MessageT]]) -> None:
         for message in messages:
             self._handle(message)
-        self._context.kv_cache.reclaim()
+        self._context.kv_cache.allocator.reclaim()
         if not self._stopping and not self._gives_up:
             self._admit_and_launch()
         if self._cores is not None:
@@ -264,9 +264,9 @@ class Engine(Generic[RequestT, MessageT]):
         )
         self._context.metrics.publish(
             load,
-            kv_cache.quarantined_since,
+            kv_cache.allocator.quarantined_since,
             kv_cache.cache_counts,
-            kv_cache.quarantine_counts(),
+            kv_cache.allocator.quarantine_counts(),
             {} if tier is None else {name: replace(one) for name, one in tier.tier_counts()},
         )
         return load
@@ -376,7 +376,7 @@ class Engine(Generic[RequestT, MessageT]):
             case Stop():
                 self._stopping = True
                 self._cancel_all(list(self._context.requests.values()))
-                self._context.sessions.end_all()
+                self._context.session_turns.end_all()
             case _:
                 self._scheduler.handle(message)
 
@@ -385,7 +385,7 @@ class Engine(Generic[RequestT, MessageT]):
             question.look(self._context.kv_cache)
             self._load_counted_at = -math.inf  # the answer is what this pass publishes
         elif question.is_wanted():
-            question.answer(self._context.sessions.adopt(question.owner, question.digest))
+            question.answer(self._context.session_turns.adopt(question.owner, question.digest))
 
     def _process_end(self, ended: StepEnded[RequestT] | CopyEnded | StorageEnded) -> None:
         if isinstance(ended, StepEnded):
@@ -421,7 +421,7 @@ class Engine(Generic[RequestT, MessageT]):
             case TellPrefixesRequest():
                 self._context.prefixes.begin_anew(link)
             case ForgetSessionRequest():
-                self._context.sessions.end(link, command.session)
+                self._context.session_turns.end(link, command.session)
             case WatchRequests():
                 self._context.progress.watch(link, on=command.on)
             case _:
@@ -442,7 +442,7 @@ class Engine(Generic[RequestT, MessageT]):
         self._context.detach(message.link)
         requests = self._context.requests.values()
         self._cancel_all([request for request in requests if request.link is message.link])
-        self._context.sessions.end_all(message.link)
+        self._context.session_turns.end_all(message.link)
 
     def _cancel_all(self, requests: Iterable[RequestT]) -> None:
         for request in requests:

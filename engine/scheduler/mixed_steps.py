@@ -13,7 +13,7 @@ from kvrelay.engine.scheduler.itl_target import ItlTarget
 from kvrelay.engine.scheduler.prompts_in_progress import ComputingPrompts, PromptRun
 from kvrelay.engine.scheduler.running_batch import GeneratingRequest, RunningBatch
 from kvrelay.engine.scheduler.suspects import Turns
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.speeds import StepWork
 

@@ -88,7 +88,7 @@ class PrefixWaits(Generic[RequestT]):
             known_tokens: tokens of its input that may come from the prefix index.
             leaders: the requests that it may wait for.
         """
-        if not self._bound or self._context.sessions.has_kv_of(request):
+        if not self._bound or self._context.session_turns.has_kv_of(request):
             return False
         now = time.monotonic()
         before, token_ids = self._waits.get(request), request.input_ids[:known_tokens]

@@ -150,7 +150,9 @@ class ComputingPrompts(Generic[RequestT]):
         if output.prompt_logprobs:
             self._emit_scores(request, output.prompt_logprobs)
         if self._publish and not request.borrowed_len:
-            self._context.publish_settled(request)
+            # Nothing that still runs reads earlier tokens than those that come next.
+            written = request.input_ids[: request.kv_written_len]
+            self._context.kv_cache.sharing.publish_settled(request.held, written)
         if not item.sample:
             self._context.kv_cache.slide(request.held, request.kv_written_len)
 

@@ -64,8 +64,7 @@ class Request:
     """The number of output tokens up to which it is computed in forwards of its own, as it may
     break them."""
     progressed_at: float = field(default_factory=time.monotonic)
-    """The moment when it was last granted something, or some of its input was last computed or
-    read."""
+    """The moment when it last came to a phase, or some of its input was last computed or read."""
     shown_phase: RequestPhase = RequestPhase.QUEUED
     """The last phase that people who watch are told of."""
     has_ended: bool = False

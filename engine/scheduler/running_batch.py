@@ -18,8 +18,8 @@ from kvrelay.engine.scheduler.growth_reserve import GrowthReserve
 from kvrelay.engine.scheduler.metrics import RETRACTIONS
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.leases.lease import Batch
-from kvrelay.mem_cache.leases.release import Outcome
-from kvrelay.mem_cache.leases.rows import Ints
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.shape import Ints
 from kvrelay.wire.output import NO_TIMINGS, PhaseTimings, RequestEnd, SampledToken
 from kvrelay.wire.request_progress import RequestPhase, RequestProgress
 
@@ -188,20 +188,20 @@ class RunningBatch(Generic[RequestT]):
         """Allocate pages for one more step of each request, as if every draft were accepted."""
         batch, first_read, lengths = _lengths_after_step(due)
         kv_cache = self._context.kv_cache
-        kv_cache.slide_all(batch, first_read)
-        return kv_cache.grow_all(batch, np.array(lengths))
+        kv_cache.lengths.slide(batch, first_read)
+        return kv_cache.lengths.grow(batch, np.array(lengths))
 
     def _allocate_without_sessions(self, due: Sequence[RequestT]) -> bool:
         """Allocate the step with the memory of idle sessions.
 
         No session ends if that is too little: then a request must be retracted in any case.
         """
-        sessions, (batch, _, lengths) = self._context.sessions, _lengths_after_step(due)
+        sessions, (batch, _, lengths) = self._context.session_turns, _lengths_after_step(due)
         if not len(sessions):
             return False
-        if not sessions.can_make_room(self._context.kv_cache.pages_to_grow(batch, lengths)):
+        if not sessions.can_make_room(self._context.kv_cache.lengths.pages_to_grow(batch, lengths)):
             return False
-        while self._context.sessions.evict_oldest():
+        while self._context.session_turns.evict_oldest():
             if self._allocate_step(due):
                 return True
         return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
-from itertools import count
 
 import numpy as np
 
@@ -19,12 +18,16 @@ from kvrelay.engine.scheduler.history_store import HistoryStore
 from kvrelay.engine.scheduler.metrics import SESSION_ENDS, SESSION_TURNS, WorkerMetrics
 from kvrelay.engine.scheduler.outbox import RouterLink
 from kvrelay.engine.scheduler.request import Request
+from kvrelay.mem_cache.account import NO_PAGE
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome
-from kvrelay.mem_cache.leases.session_memory import SessionMemory
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, TokenIds
+from kvrelay.mem_cache.prefix.prefix_index import TokenIds
+from kvrelay.mem_cache.release import Outcome
+from kvrelay.mem_cache.session_memory import SessionMemory
+
+SessionName = tuple[RouterLink, str]
+"""A router's stream, and the router's name for a session."""
 
 
 class SessionEnd(StrEnum):
@@ -57,16 +60,13 @@ class SessionTurns:
     def __init__(self, kv_cache: KVCacheManager, metrics: WorkerMetrics) -> None:
         self._kv_cache = kv_cache
         self._metrics = metrics
-        self._sessions = SessionMemory(kv_cache, kv_cache.clock)
-        self._ids: dict[tuple[RouterLink, str], str] = {}  # of those that `_sessions` has
-        self._names: dict[str, tuple[RouterLink, str]] = {}
-        self._numbers = count()
+        self._sessions: SessionMemory[SessionName] = SessionMemory(kv_cache)
         self._ended: dict[RouterLink, list[str]] = {}
         most_tokens = kv_cache.audit.page_counts()[0].total * kv_cache.shape.page_size
         self._histories = HistoryStore(most_tokens)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._sessions)
 
     @property
     def locked_tokens(self) -> int:
@@ -75,8 +75,8 @@ class SessionTurns:
 
     def has_kv_of(self, request: Request) -> bool:
         """Whether the request's session has KV here that may be lent to it."""
-        session_id = self._id_of(request)
-        return session_id is not None and self._sessions.token_ids(session_id) is not None
+        name = _name_of(request)
+        return name is not None and self._sessions.token_ids(name) is not None
 
     def take_ended(self, link: RouterLink) -> tuple[str, ...]:
         """Take the router's sessions whose KV was given up unasked since the last call."""
@@ -102,39 +102,40 @@ class SessionTurns:
             request: has no lease.
             known_tokens: tokens of its input that need not be computed if they are here.
             headroom: pages of each pool that must stay free for others.
-            fresh_boundary: see `SessionLeases.borrow`.
+            fresh_boundary: see `LeaseTable.borrow`.
         """
         own = self._usable(request, known_tokens, is_read=fresh_boundary)
         lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)
-        if lease is not None or not self._ids:
+        if lease is not None or not len(self._sessions):
             return lease
         if not self.fits_without_sessions(request, known_tokens, headroom):
             return None
         while lease is None and self.evict_oldest(last=own):
-            own = own if own in self._names else ""
+            own = own if own is not None and own in self._sessions else None
             lease = self._lend_or_open(request, own, known_tokens, headroom, fresh=fresh_boundary)
         return lease
 
-    def _usable(self, request: Request, known_tokens: int, *, is_read: bool) -> str:
-        """Find the id of the idle session that a request can go on with; empty if there is none.
+    def _usable(self, request: Request, known_tokens: int, *, is_read: bool) -> SessionName | None:
+        """Find the idle session that a request can go on with; None: there is none.
 
         A session that it cannot go on with ends here; the index has what was written. So does a
         session with a window if the turn is read from a peer. The window moves on before the first
         read, and the previous turn's last forward may still write to the pages that it leaves.
         """
-        session_id = self._id_of(request)
-        if session_id is None or self._sessions.token_ids(session_id) is None:
-            return ""
-        shared = self._shared_len(session_id, request.input_ids[:known_tokens])
+        name = _name_of(request)
+        if name is None or self._sessions.token_ids(name) is None:
+            return None
+        shared = self._shared_len(name, request.input_ids[:known_tokens])
         moves_on = is_read and any(self._kv_cache.shape.windowed)
-        if not moves_on and self._sessions.can_go_back(session_id, shared):
-            return session_id
-        self._end(session_id, SessionEnd.UNUSABLE)
-        return ""
+        if not moves_on and self._sessions.can_go_back(name, shared):
+            return name
+        self._sessions.close(name)
+        self._count_end(name, SessionEnd.UNUSABLE)
+        return None
 
-    def _shared_len(self, session_id: str, input_ids: TokenIds) -> int:
+    def _shared_len(self, name: SessionName, input_ids: TokenIds) -> int:
         """Count the tokens that an input and an idle session have in common at their beginning."""
-        kept = self._sessions.token_ids(session_id)
+        kept = self._sessions.token_ids(name)
         assert kept is not None
         both = min(len(kept), len(input_ids))
         differs = kept[:both] != input_ids[:both]
@@ -143,7 +144,7 @@ class SessionTurns:
     def _lend_or_open(
         self,
         request: Request,
-        own: str,
+        own: SessionName | None,
         known_tokens: int,
         headroom: Sequence[int] | None,
         *,
@@ -151,7 +152,7 @@ class SessionTurns:
     ) -> Lease | None:
         holder, length = str(request.key), request.input_len
         known = request.input_ids[:known_tokens]
-        if not own:
+        if own is None:
             lease = self._kv_cache.open(
                 holder, length, token_ids=known, namespace=request.namespace, headroom=headroom
             )
@@ -201,92 +202,75 @@ class SessionTurns:
 
     def end_turn(
         self, request: Request, outcome: Outcome, token_ids: TokenIds, fences: Sequence[Fence]
-    ) -> Outcome | None:
-        """Give a turn's lease back to its session. Returns `None` if it must be released as usual.
+    ) -> Outcome:
+        """Decide how `release_kv_cache` has to release a request's lease.
 
         A turn that ended well leaves the session with all of its tokens. One that was retracted or
         aborted leaves the session as it was before. A forward that failed ends the session.
 
         Args:
             request: has a lease.
-            outcome: as of `release_kv_cache`.
+            outcome: of the request.
             token_ids: those whose KV is written.
             fences: what may still read or write its pages.
-
-        Returns:
-            How the turn's memory was released.
         """
-        if request.session is None:
-            return None
-        session_id = self._id_of(request)
-        if outcome is Outcome.FINISHED and len(token_ids):
-            if not request.borrowed_len and session_id is not None:
-                return None  # another turn has it: this one was given up by its router
-            return self._save(request, session_id, token_ids, fences)
-        if not request.borrowed_len:
-            return None
-        assert session_id is not None, f"{request.key} was lent nothing"
-        self._undo(session_id, outcome, fences)
-        return outcome
+        name = _name_of(request)
+        ends_well = outcome is Outcome.FINISHED and len(token_ids) > 0
+        if name is None or not (request.borrowed_len or ends_well):
+            return outcome
+        if not request.borrowed_len and name in self._sessions:
+            return outcome  # another turn has it: this one was given up by its router
+        if ends_well:
+            return self._keep(request, name, token_ids)
+        if outcome is Outcome.FAILED:
+            released, why = self._sessions.forget(name), SessionEnd.FAILED
+        else:
+            released, why = self._sessions.roll_back(name, fences), SessionEnd.ROLL_BACK
+        if released is not Outcome.SAVED:
+            is_closed = released is Outcome.FINISHED
+            self._count_end(name, SessionEnd.FORGOTTEN if is_closed else why)
+        return released
 
-    def _save(
-        self,
-        request: Request,
-        session_id: str | None,
-        token_ids: TokenIds,
-        fences: Sequence[Fence],
-    ) -> Outcome:
-        session = request.session
+    def _keep(self, request: Request, name: SessionName, token_ids: TokenIds) -> Outcome:
+        """Keep a turn's memory and history, as far as its session is to go on."""
+        session, lease = request.session, request.held
         assert session is not None
         request.enter(Phase.SAVING)
-        if session_id is None:
-            session_id = f"session {next(self._numbers)}"
-            name = (request.link, session.session)
-            self._ids[name], self._names[session_id] = session_id, name
-        lease = request.held
         # Accepted drafts of its last step are written, and were not committed.
         self._kv_cache.commit(lease, max(len(token_ids), lease.kv_committed_len))
-        saved = self._sessions.save(session_id, lease, fences, token_ids, session.owner)
-        if session_id not in self._sessions:  # it was to end with this turn
-            self._drop(session_id, SessionEnd.FORGOTTEN)
-            return saved
-        history = array("I", token_ids.tobytes())
-        history.extend(request.token_ids(len(token_ids), request.num_tokens))
-        self._histories.put((request.link.router, session.session), session.owner, history)
-        self._metrics.history_tokens = self._histories.room_tokens
-        if len(token_ids) > session.most_kept_tokens:
-            self._end(session_id, SessionEnd.TOO_LONG)
-        return saved
-
-    def _undo(self, session_id: str, outcome: Outcome, fences: Sequence[Fence]) -> None:
-        if outcome is Outcome.FAILED:
-            self._sessions.forget(session_id, fences)
-            self._drop(session_id, SessionEnd.FAILED)
-        elif not self._sessions.roll_back(session_id, fences):
-            self._drop(session_id, SessionEnd.ROLL_BACK)
-        elif session_id not in self._sessions:
-            self._drop(session_id, SessionEnd.FORGOTTEN)
+        is_closed = self._sessions.is_closing(name)
+        if not is_closed:
+            history = array("I", token_ids.tobytes())
+            history.extend(request.token_ids(len(token_ids), request.num_tokens))
+            self._histories.put((request.link.router, session.session), session.owner, history)
+            self._metrics.history_tokens = self._histories.room_tokens
+        if not is_closed and len(token_ids) <= session.most_kept_tokens:
+            return self._sessions.keep(name, lease, token_ids, session.owner)
+        if name in self._sessions:
+            self._sessions.forget(name)
+        self._count_end(name, SessionEnd.FORGOTTEN if is_closed else SessionEnd.TOO_LONG)
+        return Outcome.FINISHED
 
     # A session ends
 
-    def evict_oldest(self, last: str = "") -> bool:
+    def evict_oldest(self, last: SessionName | None = None) -> bool:
         """End the session that has been idle the longest, but `last` after all others.
 
         Returns:
             Whether there was one. Its pages are free, or the index may evict them, unless something
             still reads or writes them.
         """
-        session_id = self._sessions.evict_oldest(last)
-        if session_id is None:
+        name = self._sessions.evict_oldest(last)
+        if name is None:
             return False
-        self._drop(session_id, SessionEnd.ROOM)
+        self._count_end(name, SessionEnd.ROOM)
         return True
 
     def end(self, link: RouterLink, name: str) -> None:
         """End a router's session, now or with its turn; does nothing if there is none."""
         self._histories.forget((link.router, name))
         self._metrics.history_tokens = self._histories.room_tokens
-        self._end_by_router(link, name)
+        self._close((link, name))
 
     def adopt(self, owner: str, digest: str) -> array[int] | None:
         """Find the history with this digest for another router. Returns None if it is not here.
@@ -302,40 +286,35 @@ class SessionTurns:
         if found is None:
             return None
         (router, name), history = found
-        for (link, own_name), session_id in list(self._ids.items()):
-            is_it = (link.router, own_name) == (router, name)
-            if is_it and self._sessions.token_ids(session_id) is not None:
-                self._end(session_id, SessionEnd.ADOPTED)
+        for session in self._sessions:
+            is_it = (session[0].router, session[1]) == (router, name)
+            if is_it and self._sessions.token_ids(session) is not None:
+                self._sessions.close(session)
+                self._count_end(session, SessionEnd.ADOPTED)
         return history
-
-    def _end_by_router(self, link: RouterLink, name: str) -> None:
-        session_id = self._ids.get((link, name))
-        if session_id is not None:
-            self._sessions.close(session_id)
-            if session_id not in self._sessions:
-                self._drop(session_id, SessionEnd.FORGOTTEN)
 
     def end_all(self, link: RouterLink | None = None) -> None:
         """End all sessions, or those of one router, whose histories another router may adopt."""
-        for owner, name in list(self._ids):
-            if link is None or owner is link:
-                self._end_by_router(owner, name)
+        for name in self._sessions:
+            if link is None or name[0] is link:
+                self._close(name)
         if link is not None:
             self._ended.pop(link, None)
 
-    def _end(self, session_id: str, why: SessionEnd) -> None:
-        self._sessions.close(session_id)
-        self._drop(session_id, why)
+    def _close(self, name: SessionName) -> None:
+        """End a session because its router does: now, or with its turn."""
+        if name in self._sessions:
+            self._sessions.close(name)
+            if name not in self._sessions:
+                self._count_end(name, SessionEnd.FORGOTTEN)
 
-    def _drop(self, session_id: str, why: SessionEnd) -> None:
+    def _count_end(self, name: SessionName, why: SessionEnd) -> None:
         """Note that a session has no memory any more, and report it to its router."""
-        link, name = key = self._names.pop(session_id)
-        del self._ids[key]
         self._metrics.count(SESSION_ENDS, reason=why.value)
         if why is not SessionEnd.FORGOTTEN:
-            self._ended.setdefault(link, []).append(name)
+            link, own_name = name
+            self._ended.setdefault(link, []).append(own_name)
 
-    def _id_of(self, request: Request) -> str | None:
-        if request.session is None:
-            return None
-        return self._ids.get((request.link, request.session.session))
+
+def _name_of(request: Request) -> SessionName | None:
+    return None if request.session is None else (request.link, request.session.session)

@@ -10,8 +10,8 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.host.host_copies import HostPrefix, Load
 from kvrelay.mem_cache.host.host_tier import HostTier
+from kvrelay.mem_cache.host.storage_tier import Prefetch, StorageTier
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
-from kvrelay.mem_cache.storage.storage_tier import Prefetch, StorageTier
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -143,7 +143,7 @@ class TierLoads(Generic[RequestT]):
         if self._tier is None or self._storage is None:
             return
         wait = self.wait_of(request)
-        if wait.storage_asked or not known_tokens or self._context.sessions.has_kv_of(request):
+        if wait.storage_asked or not known_tokens or self._context.session_turns.has_kv_of(request):
             return
         wait.storage_asked = True
         token_ids = request.input_ids[:known_tokens]
@@ -171,7 +171,7 @@ class TierLoads(Generic[RequestT]):
             known_tokens: tokens of its input that may come from a cache.
             headroom: returns the pages of each pool that must stay free for others.
         """
-        if self._tier is None or self._context.sessions.has_kv_of(request):
+        if self._tier is None or self._context.session_turns.has_kv_of(request):
             return False
         if self._waits_for_storage(request, known_tokens):
             return True
@@ -289,7 +289,7 @@ class TierLoads(Generic[RequestT]):
             return None
         spare = headroom() or [0] * len(kv_cache.shape.pools)
         begun = self._load(tier, request, found, seconds, spare)
-        sessions = self._context.sessions
+        sessions = self._context.session_turns
         can_help = begun is None and len(sessions) > 0
         if can_help and sessions.fits_without_sessions(request, known_tokens, spare):
             begun = self._load_in_their_room(tier, request, token_ids, spare)
@@ -325,7 +325,7 @@ class TierLoads(Generic[RequestT]):
         no longer than for computing that.
         """
         begun = None
-        while begun is None and self._context.sessions.evict_oldest():
+        while begun is None and self._context.session_turns.evict_oldest():
             found = tier.loads.find(token_ids, request.namespace, self.keys_of(request, token_ids))
             if found is None:
                 return None

@@ -42,11 +42,11 @@ from kvrelay.engine.worker.loading import LoadedModel
 from kvrelay.engine.worker.machine_cores import MachineCores
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store
 from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.mem_cache.host.storage_tier import StorageTier
 from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.prefix.prefix_log import PageListener
-from kvrelay.mem_cache.storage.storage_tier import StorageTier
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.wire.worker_info import WorkerRole
 

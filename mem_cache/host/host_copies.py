@@ -9,12 +9,12 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.mem_cache.account import Pages
+from kvrelay.mem_cache.account import NO_PAGE, Pages
 from kvrelay.mem_cache.host.host_page import HostPage, HostPart
 from kvrelay.mem_cache.host.tier_copies import CopyStream, PageMoves
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE, TokenIds
+from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.wire.page_hash import HASH_BYTES
 

@@ -28,8 +28,8 @@ from kvrelay.mem_cache.host.host_pages import HostPages
 from kvrelay.mem_cache.host.tier_copies import CopyEnded
 from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.wire.page_hash import HASH_BYTES
 
 LOAD_BYTES: Final = 4 << 20

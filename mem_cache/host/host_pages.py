@@ -86,7 +86,7 @@ class HostPages:
                 break
             found.append(page)
         if found:
-            self._use(found[-1])
+            self.use(found[-1])
         return found
 
     def num_continuable(self, row: Sequence[HostPage]) -> int:
@@ -111,13 +111,10 @@ class HostPages:
 
     def use(self, page: HostPage) -> None:
         """Note that a page and those before it were asked for, though the device may have them."""
-        self._use(page)
-
-    def _use(self, last: HostPage) -> None:
-        for page in last.path():
-            self._pages.move_to_end(page.key)
+        for one in page.path():
+            self._pages.move_to_end(one.key)
             self._uses += 1
-            page.used = self._uses
+            one.used = self._uses
 
     # Writing
 
@@ -151,7 +148,7 @@ class HostPages:
             taken.append(page)
             parent = page
         if parent is not None:
-            self._use(parent)
+            self.use(parent)
         return taken
 
     def _evict(self, number: int, keep: HostPage | None) -> int:

@@ -28,6 +28,7 @@ from kvrelay.mem_cache.host.host_page import HostPage
 from kvrelay.mem_cache.host.host_pages import HOST, HostPages
 from kvrelay.mem_cache.host.host_windows import HostWindow
 from kvrelay.mem_cache.host.host_writes import HostWrites
+from kvrelay.mem_cache.host.storage_tier import StorageTier
 from kvrelay.mem_cache.host.tier_copies import CopyEnded, CopyStream
 from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
@@ -35,7 +36,6 @@ from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.mem_cache.storage.storage_pages import STORAGE
-from kvrelay.mem_cache.storage.storage_tier import StorageTier
 from kvrelay.wire.load import PoolCounts
 from kvrelay.wire.page_hash import HASH_BYTES
 
@@ -92,7 +92,7 @@ class HostTier:
         self._writes = HostWrites(*shared)
         self.loads = HostLoads(*shared, speed)
         """The loads that come back to the device."""
-        kv_cache.count_allocations()
+        kv_cache.allocator.count_allocations()
         log.attach(self)
 
     # What the prefix index tells

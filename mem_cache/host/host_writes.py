@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from kvrelay.mem_cache.account import NO_PAGES, Pages
+from kvrelay.mem_cache.account import NO_PAGE, NO_PAGES, Pages
 from kvrelay.mem_cache.counts import TierCounts
 from kvrelay.mem_cache.host.host_copies import (
     CopyOrders,
@@ -32,7 +32,6 @@ from kvrelay.mem_cache.host.host_page import HostPage, HostPageState, HostPart
 from kvrelay.mem_cache.host.host_pages import HostPages
 from kvrelay.mem_cache.host.tier_copies import CopyEnded
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.wire.page_hash import HASH_BYTES
 
@@ -113,7 +112,7 @@ class HostWrites:
 
     def _is_short(self) -> bool:
         """Whether less than half of a pool is free."""
-        return any(2 * pool.free < pool.total for pool in self._kv_cache.page_counts())
+        return any(2 * pool.free < pool.total for pool in self._kv_cache.audit.page_counts())
 
     def _write(self, node: RadixNode) -> bool:
         """Begin to copy the pages of a node, and of those above it, that the host lacks.
@@ -198,14 +197,14 @@ class HostWrites:
         if not taken and not any(parts.values()):
             return
         where = tuple(device_pages)
-        times = tuple(self._kv_cache.times_allocated(*each) for each in enumerate(where))
+        times = tuple(self._kv_cache.allocator.times_allocated(*each) for each in enumerate(where))
         nbytes = self._bytes.of(len(taken), {pool: len(some) for pool, some in parts.items()})
         number = self._orders.start(True, where, taken, parts)
         self._running[number] = HostWrite(node, taken, parts, where, times, nbytes)
 
     def _end(self, write: HostWrite, ended: CopyEnded) -> None:
         valid = [
-            (self._kv_cache.times_allocated(pool, pages) == times) & (not ended.error)
+            (self._kv_cache.allocator.times_allocated(pool, pages) == times) & (not ended.error)
             for pool, (pages, times) in enumerate(
                 zip(write.device_pages, write.times_allocated, strict=True)
             )

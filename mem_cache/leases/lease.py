@@ -8,8 +8,8 @@ A lease's tokens, as intervals and their owners::
     |                             |  a forward launched       |                       |
 
 Always ``0 <= cache_protected_len <= kv_committed_len <= kv_allocated_len``, and
-`cache_protected_len` is a multiple of the page size. Only this room changes the lengths, and
-records each change; no code infers them from token counts.
+`cache_protected_len` is a multiple of the page size. Only `Rows` changes the lengths, and asserts
+this at each change; no code infers them from token counts.
 
 The lengths are the same in every pool. In a window pool the pages that no forward will look at
 again have been freed: a lease has none before its frontier.
@@ -17,7 +17,7 @@ again have been freed: a lease has none before its frontier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum, auto
 from typing import Final
 
@@ -26,9 +26,9 @@ import numpy as np
 from kvrelay.mem_cache.account import NO_PAGES, Pages
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
-from kvrelay.mem_cache.leases.rows import Ints, Rows
+from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.shape import CacheShape, Ints
 
 
 class LeaseState(IntEnum):
@@ -39,8 +39,7 @@ class LeaseState(IntEnum):
     OPEN = auto()
     """A request has the lease: it may grow and commit."""
     SAVED = auto()
-    """A session has the lease between two turns; the next turn borrows it. See
-    `session.Sessions`."""
+    """A session has the lease between two turns; the next turn borrows it: see `SessionMemory`."""
     CLOSED = auto()
     """The lease's end is decided: it may only be released."""
 
@@ -52,8 +51,8 @@ TRANSITIONS: Final = {
     LeaseState.RELEASED: set[LeaseState](),
 }
 """Every step that a lease can take. ``grow, commit, publish, slide, trim`` keep it OPEN. ``save``
-(or ``roll_back``, then ``save``) and ``borrow`` go back and forth. ``close`` and then
-``free_lease`` end it."""
+(or ``roll_back``, then ``save``) and ``borrow`` go back and forth. ``close_lease``
+and then ``end_lease`` end it."""
 
 
 _STATES: Final = tuple(sorted(LeaseState))
@@ -165,11 +164,15 @@ class Lease:
     def own_pages(self, pool: int = 0) -> Pages:
         """Copy the page ids of a pool that this lease owns, without those that the index lent it.
 
-        A page that `SessionLeases.borrow` has set aside comes last.
+        A page that `LeaseTable.borrow` has set aside comes last.
         """
         first = max(self._rows.frontiers.item(pool, self.row), self.num_protected_pages)
         table = self._rows.page_tables[pool, self.row]
         return np.concatenate((table[first : self.num_pages], self._set_aside[pool]))
+
+    def all_own_pages(self) -> list[Pages]:
+        """Copy for each pool the page ids that this lease owns."""
+        return [self.own_pages(pool) for pool in self._shape.pool_numbers]
 
     def pages(self, pool: int = 0) -> Pages:
         """Copy a pool's page table in token order; -1 where a page has left the window."""
@@ -192,7 +195,7 @@ class Lease:
         Returns:
             The lock that the lease had before, which the caller has to end.
         """
-        self._rows.put_prefix(self.row, lock.pages, lock.num_pages * self.page_size)
+        self._rows.protect(self.row, lock.pages, lock.num_pages * self.page_size)
         before, self._prefix_lock = self._prefix_lock, lock
         return before
 
@@ -202,9 +205,7 @@ class Lease:
 
     def set_aside(self, pool: int, at: int, replacement: int) -> None:
         """Put a fresh page in the place of page `at` of a table, and keep the old one aside."""
-        table = self._rows.page_tables[pool, self.row]
-        self._set_aside[pool] = table[at : at + 1].copy()
-        table[at] = replacement
+        self._set_aside[pool] = self._rows.replace_page(pool, self.row, at, replacement)
 
     def swap_set_aside(self, at: int) -> bool:
         """Exchange page `at` of each table with the page aside; `False` if there is none."""
@@ -220,14 +221,14 @@ class Lease:
         aside, self._set_aside = self._set_aside, [NO_PAGES for _ in self._set_aside]
         return aside
 
-    def add_fence(self, fence: Fence) -> None:
-        """Make every release of the lease's pages wait for `fence`, too."""
-        self._fences.append(fence)
+    def add_fences(self, fences: Iterable[Fence]) -> None:
+        """Make every release of the lease's pages wait for `fences`, too."""
+        self._fences += fences
 
-    def pending(self, others: Sequence[Fence]) -> list[Fence]:
-        """Join `others` with the lease's own fences that have not passed."""
+    def pending(self, others: Iterable[Fence]) -> list[Fence]:
+        """Join `others` with the lease's own fences, as far as they have not passed."""
         self._fences = [fence for fence in self._fences if not fence.passed()]
-        return [*others, *self._fences]
+        return [*(fence for fence in others if not fence.passed()), *self._fences]
 
     def leave_row(self) -> int:
         """Forget the row and all lengths. Returns the row, which the caller must free."""
@@ -239,7 +240,7 @@ class Lease:
         """Take one step of `TRANSITIONS`; any other raises `KVCacheError`."""
         if state not in TRANSITIONS[self.state]:
             raise KVCacheError(f"{self.holder}: its lease is {self.state.name}, not for {state!r}")
-        self._rows.states[self.row] = state
+        self._rows.set_state(self.row, state)
 
     def check_open(self, action: str) -> None:
         """Raise `KVCacheError` unless the lease is open."""

@@ -14,11 +14,8 @@ from kvrelay.mem_cache.account import Pages
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState, rows_of
-from kvrelay.mem_cache.leases.promises import Promises
-from kvrelay.mem_cache.leases.rows import Ints, Rows, ranges
-from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix.prefix_index import NO_PAGE
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.leases.ledger import Ledger
+from kvrelay.mem_cache.shape import Ints
 
 _OPEN = LeaseState.OPEN.value
 
@@ -37,31 +34,27 @@ class LeaseLengths:
     """The lengths of open leases, whose pages are allocated and freed accordingly.
 
     Args:
-        shape: of the cache.
-        rows: has the lengths and page tables.
-        allocator: of the pages.
-        promises: the pages that leases take first when they grow.
+        ledger: of the cache.
     """
 
-    def __init__(
-        self, shape: CacheShape, rows: Rows, allocator: PageAllocator, promises: Promises
-    ) -> None:
-        self._shape = shape
-        self._rows = rows
-        self._allocator = allocator
-        self._promises = promises
+    def __init__(self, ledger: Ledger) -> None:
+        self._shape = ledger.shape
+        self._rows = ledger.rows
+        self._allocator = ledger.allocator
+        self._promises = ledger.promises
 
     def grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> bool:
         """Raise `kv_allocated_len` of every lease to its number of tokens, all or nothing."""
         rows = self._open_rows(leases, "growth")
-        goals, allocated = _one_each(tokens, leases), self._rows.allocated[rows]
-        has, needs = self._shape.pages_for(allocated), self._shape.pages_for(goals)
+        goals = _one_each(tokens, leases)
+        has = self._shape.pages_for(self._rows.allocated[rows])
+        needs = self._shape.pages_for(goals)
         growing = np.flatnonzero(needs > has)
         if len(growing):
             holders = [leases[one].holder for one in growing.tolist()]
             if not self._append_pages(holders, rows[growing], has[growing], needs[growing]):
                 return False
-        self._rows.allocated[rows] = np.maximum(goals, allocated)
+        self._rows.raise_allocated(rows, goals)
         return True
 
     def pages_to_grow(self, leases: Sequence[Lease], tokens: Sequence[int] | Ints) -> list[int]:
@@ -76,10 +69,8 @@ class LeaseLengths:
         """Raise `kv_committed_len` of every lease to its number of tokens, all or nothing."""
         rows = self._open_rows(leases, "commit")
         goals = _one_each(tokens, leases)
-        wrong = (goals < self._rows.committed[rows]) | (goals > self._rows.allocated[rows])
-        for one in np.flatnonzero(wrong).tolist():
+        for one in self._rows.raise_committed(rows, goals).tolist():
             raise KVCacheError(f"commit of {goals[one]} tokens to {leases[one]!r}")
-        self._rows.committed[rows] = goals
 
     def slide(self, leases: Sequence[Lease], positions: Sequence[int] | Ints) -> None:
         """Free the pages of window pools that no token from each lease's position on sees."""
@@ -94,16 +85,15 @@ class LeaseLengths:
                 sliding = [leases[one] for one in moving.tolist()]
                 self._advance_frontiers(pool, sliding, rows[moving], frontiers[moving])
 
-    def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence]) -> None:
+    def trim(self, lease: Lease, tokens: int, pending: Sequence[Fence] = ()) -> None:
         """Lower both lengths to `tokens`, and free the pages beyond once `pending` has passed."""
         lease.check_open("trimming")
         if tokens < lease.cache_protected_len:
             raise KVCacheError(f"trim of {lease!r} to {tokens} tokens")
         kept, row = self._shape.pages_for(tokens), lease.row
-        tails = self._cut_tables(lease, kept)
-        page_size = self._shape.page_size
-        self._rows.allocated[row] = min(lease.kv_allocated_len, kept * page_size)
-        self._rows.committed[row] = min(lease.kv_committed_len, tokens)
+        tails = self._rows.cut(row, kept)
+        self._rows.set_committed(row, min(lease.kv_committed_len, tokens))
+        self._rows.set_allocated(row, min(lease.kv_allocated_len, kept * self._shape.page_size))
         self._allocator.free_after(pending, lease.holder, tails)
         if not pending:
             for pool, pages in enumerate(tails):
@@ -142,8 +132,7 @@ class LeaseLengths:
         for pool, (first, number, promised) in enumerate(missing):
             shares = list(zip(holders, number.tolist(), strict=True))
             pages = self._allocator.allocate(pool, shares)
-            slots = np.repeat(rows, number), ranges(first, number)
-            self._rows.page_tables[pool][slots] = pages
+            self._rows.put_pages(pool, rows, first, number, pages)
             self._promises.use(pool, rows, promised)
         return True
 
@@ -168,34 +157,22 @@ class LeaseLengths:
         A lease whose window has passed all that it locks in this pool locks it no longer.
         """
         holders = [lease.holder for lease in leases]
-        table = self._rows.page_tables[pool]
         before = self._rows.frontiers[pool, rows]
         protected = self._rows.protected[rows] // self._shape.page_size
         end = np.minimum(frontiers, self._shape.pages_for(self._rows.allocated[rows]))
-        self._rows.frontiers[pool, rows] = frontiers
+        self._rows.set_frontiers(pool, rows, frontiers)
         unlisted = np.maximum(np.minimum(protected, end) - before, 0)
         if np.count_nonzero(unlisted):
-            table[np.repeat(rows, unlisted), ranges(before, unlisted)] = NO_PAGE
+            self._rows.take_pages(pool, rows, before, unlisted)
         first = np.maximum(before, protected)
         freed = np.maximum(end - first, 0)
-        slots = np.repeat(rows, freed), ranges(first, freed)
-        self._allocator.free(pool, list(zip(holders, freed.tolist(), strict=True)), table[slots])
-        table[slots] = NO_PAGE
+        pages = self._rows.take_pages(pool, rows, first, freed)
+        self._allocator.free(pool, list(zip(holders, freed.tolist(), strict=True)), pages)
         self._promises.renew(pool, rows, freed)
         for one in np.flatnonzero((before < protected) & (protected <= frontiers)).tolist():
             lock = leases[one].prefix_lock
             assert lock is not None, "pages are protected without a lock"
             leases[one].narrow(self._allocator.unlock_pool(lock, pool))
-
-    def _cut_tables(self, lease: Lease, kept: int) -> list[Pages]:
-        """Take all but the first `kept` pages from a lease's tables. Returns them by pool."""
-        tails = []
-        tables = self._rows.page_tables[:, lease.row]
-        for table, first in zip(tables, lease.first_pages, strict=True):
-            tail = slice(max(kept, first), lease.num_pages)
-            tails.append(table[tail].copy())
-            table[tail] = NO_PAGE
-        return tails
 
 
 def _one_each(numbers: Sequence[int] | Ints, leases: Sequence[Lease]) -> Ints:

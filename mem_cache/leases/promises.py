@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrelay.mem_cache.leases.rows import Ints, Rows
+from kvrelay.mem_cache.leases.rows import Rows
 from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.shape import CacheShape, Ints
 
 
 class Promises:
@@ -57,7 +57,7 @@ class Promises:
 
     def _count_room(self) -> tuple[int, ...]:
         pages = [self.unpromised(pool) for pool in self._shape.pool_numbers]
-        rows = len(self._rows.free_rows), self._allocator.session_rows
+        rows = len(self._allocator.free_rows), self._allocator.session_rows
         return (*rows, self._allocator.times_published, *pages)
 
     # What a lease needs
@@ -72,32 +72,31 @@ class Promises:
 
     def give(self, row: int, tokens: int, pages: Sequence[int]) -> None:
         """Promise a row `tokens` tokens, and for them `pages` of each pool."""
-        self._rows.promised_tokens[row] = tokens
+        self._rows.promise_tokens(row, tokens)
         self.raise_by(row, pages)
 
     def raise_by(self, row: int, pages: Sequence[int]) -> None:
         """Promise a row `pages` more of each pool."""
-        self._rows.promised_pages[:, row] += np.asarray(pages)
         for pool, number in enumerate(pages):
+            self._rows.add_promised(pool, row, number)
             self.totals[pool] += number
 
     def use(self, pool: int, rows: Ints, pages: Ints) -> None:
         """Record that each row has taken this many of its promised pages."""
-        self._rows.promised_pages[pool, rows] -= pages
+        self._rows.add_promised(pool, rows, -pages)
         self.totals[pool] -= int(pages.sum())
 
     def renew(self, pool: int, rows: Ints, freed: Ints) -> None:
         """Promise each row the pages that it has just freed, as far as its lease may still grow."""
-        promised = self._rows.promised_pages[pool]
+        promised = self._rows.promised_pages[pool, rows]
         most = self._shape.pages_for(self._rows.promised_tokens[rows])
-        to_come = most - self._shape.pages_for(self._rows.allocated[rows]) - promised[rows]
+        to_come = most - self._shape.pages_for(self._rows.allocated[rows]) - promised
         renewed = np.maximum(np.minimum(freed, to_come), 0)
-        promised[rows] += renewed
+        self._rows.add_promised(pool, rows, renewed)
         self.totals[pool] += int(renewed.sum())
 
     def withdraw(self, row: int) -> None:
         """Withdraw a row's promise, because its lease will not grow."""
         for pool, pages in enumerate(self._rows.promised_pages[:, row].tolist()):
             self.totals[pool] -= pages
-        self._rows.promised_pages[:, row] = 0
-        self._rows.promised_tokens[row] = 0
+        self._rows.end_promise(row)

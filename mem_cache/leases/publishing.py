@@ -8,21 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvrelay.mem_cache.account import NO_PAGE
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import Fence
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState
 from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
-from kvrelay.mem_cache.leases.promises import Promises
-from kvrelay.mem_cache.page_allocator import PageAllocator
-from kvrelay.mem_cache.prefix.prefix_index import (
-    NO_PAGE,
-    Inserted,
-    PrefixIndex,
-    PrefixLock,
-    TokenIds,
-)
-from kvrelay.mem_cache.shape import CacheShape
+from kvrelay.mem_cache.leases.ledger import Ledger
+from kvrelay.mem_cache.prefix.prefix_index import Inserted, PrefixLock, TokenIds
 
 
 class PageCopy(NamedTuple):
@@ -47,46 +40,49 @@ class PrefixSharing:
     """The moves of leases' pages to the prefix index, where others find or share them.
 
     Args:
-        shape: of the cache.
-        index: the prefix index.
-        allocator: of the pages.
-        promises: knows what leases may still take.
+        ledger: of the cache.
         leases: all of them.
         lengths: of all of them.
     """
 
-    def __init__(
-        self,
-        shape: CacheShape,
-        index: PrefixIndex,
-        allocator: PageAllocator,
-        promises: Promises,
-        leases: LeaseTable,
-        lengths: LeaseLengths,
-    ) -> None:
-        self._shape = shape
-        self._index = index
-        self._allocator = allocator
-        self._promises = promises
+    def __init__(self, ledger: Ledger, leases: LeaseTable, lengths: LeaseLengths) -> None:
+        self._shape = ledger.shape
+        self._index = ledger.index
+        self._allocator = ledger.allocator
+        self._promises = ledger.promises
         self._leases = leases
         self._lengths = lengths
 
-    def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> None:
-        """Give the whole pages of committed `token_ids` to the prefix index.
+    def publish(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence] = ()) -> None:
+        """Give the whole pages of written `token_ids` to the prefix index, and lock them there.
 
-        Does nothing if that would break another lease's promise.
+        Does nothing if that would break another lease's promise. Pages that the index already has
+        replace the lease's own copies. A copy is freed once nothing `pending` reads it: a forward
+        that runs, or a peer to which it was announced.
         """
         if lease.state is not LeaseState.CLOSED:
             lease.check_open("publishing")
         page_size = self._shape.page_size
         whole = min(lease.kv_committed_len, len(token_ids)) // page_size
         if whole > lease.num_protected_pages:
-            self._move_to_index(lease, token_ids[: whole * page_size], pending)
+            self._move_to_index(lease, token_ids[: whole * page_size], lease.pending(pending))
 
-    def publish_settled(self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence]) -> bool:
-        """Give the whole pages of written `token_ids` to the prefix index; the lease goes on.
+    def publish_settled(
+        self, lease: Lease, token_ids: TokenIds, pending: Sequence[Fence] = ()
+    ) -> bool:
+        """Give the whole pages of written `token_ids` to the prefix index, as far as they are new.
 
-        See `KVCacheManager.publish_settled`.
+        It is for a lease that goes on. The pages of its tables do not change, so their readers, a
+        peer included, need not know. If the index has a copy of some of them already, all stay the
+        lease's own until it is released.
+
+        Args:
+            lease: open; every forward that is still to end begins after `token_ids`.
+            token_ids: the first ones, whose KV is written.
+            pending: what still reads the pages that no token after them sees.
+
+        Returns:
+            Whether anything was published.
         """
         lease.check_open("publishing")
         page_size = self._shape.page_size
@@ -94,7 +90,7 @@ class PrefixSharing:
         if whole <= lease.num_protected_pages:
             return False
         tokens = token_ids[: whole * page_size]
-        return self._move_to_index(lease, tokens, pending, only_new=True)
+        return self._move_to_index(lease, tokens, lease.pending(pending), only_new=True)
 
     def fork(
         self,
@@ -102,13 +98,27 @@ class PrefixSharing:
         holders: Sequence[str],
         token_ids: TokenIds,
         promised_tokens: int,
+        *,
         copied: Fence,
-        pending: Sequence[Fence],
+        pending: Sequence[Fence] = (),
     ) -> Fork | None:
-        """Begin a lease for each of `holders` with the pages that `lease` has committed.
+        """Open a lease for each of `holders` that continues from the committed tokens of `lease`.
 
-        See `KVCacheManager.fork` for the arguments.
+        The leases are the choices of one request. `lease` is one of them, with no special role:
+        they end in any order. All lock the whole pages, which go to the prefix index, or to a tree
+        aside if there is none. The unaligned last page is copied. Each may grow to
+        `promised_tokens`. Returns `None` if rows or pages are short.
+
+        Args:
+            lease: open; its next forward is launched with the one that copies, or later.
+            holders: for error messages and the history.
+            token_ids: all tokens that `lease` has committed; their KV is written.
+            promised_tokens: the most tokens that each of the new leases may hold.
+            copied: passes when the forward that copies has ended. Until then neither the page that
+                it reads nor those that it writes are used again, whichever lease ends.
+            pending: what may still read `lease`'s pages.
         """
+        fences = lease.pending(pending)
         length, number = len(token_ids), len(holders)
         self._check_fork(lease, length, promised_tokens)
         if self._leases.num_free_rows < number:
@@ -117,7 +127,7 @@ class PrefixSharing:
         needed = self._promises.pages_needed(promised_tokens, whole)
         headroom = [number * pages for pages in needed]
         shared = token_ids[: whole * self._shape.page_size]
-        if not self._move_to_index(lease, shared, pending, headroom=headroom, share=True):
+        if not self._move_to_index(lease, shared, fences, headroom=headroom, share=True):
             return None
         children = []
         for holder in holders:
@@ -132,7 +142,7 @@ class PrefixSharing:
         if length % self._shape.page_size == 0:
             return Fork(tuple(children), ())
         for one in (lease, *children):
-            one.add_fence(copied)
+            one.add_fences((copied,))
         return Fork(tuple(children), self._copies(lease, children, whole))
 
     def _check_fork(self, lease: Lease, length: int, promised_tokens: int) -> None:

@@ -65,7 +65,7 @@ class NoPrefixIndex:
 
     def share(self, token_ids: TokenIds, pages: Sequence[Pages], namespace: str = "") -> Inserted:
         """See `PrefixIndex`."""
-        return self._shared.share(token_ids, pages, namespace)
+        return self._shared.insert(token_ids, pages, namespace)
 
     def finds(self, lock: PrefixLock) -> bool:
         """Return True: shared pages are never forgotten."""

@@ -20,8 +20,6 @@ from kvrelay.mem_cache.account import Pages
 TokenIds = npt.NDArray[np.int32]
 """Token ids, ``[n]``; the part beyond whole pages is cut off."""
 
-NO_PAGE = -1
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixLock:

@@ -37,11 +37,6 @@ class PageBuffers:
         """The address and the bytes of each part."""
         return [(array.ctypes.data, array.nbytes) for array in (self._headers, *self._memory)]
 
-    @property
-    def num_taken(self) -> int:
-        """The number of blocks in use."""
-        return len(self._headers) - len(self._free)
-
     def take(self, number: int) -> list[int]:
         """Take blocks for the headers of `number` pages."""
         assert number <= len(self._free), "too many operations at a time"

@@ -178,24 +178,6 @@ class StorageSlots:
         if counts.accounted != self.total or counts.cached_evictable < 0:
             raise ConservationError(f"{counts.accounted} of {self.total} slots: {counts}")
 
-    def check_slots(self) -> None:
-        """Run `check`, and check each slot by itself. For tests and debugging.
-
-        Raises:
-            ConservationError: names the slots.
-        """
-        self.check()
-        stored = [page.slot for page in self._pages.values()]
-        slots = [*self._free, *self._writing, *self._gone, *stored]
-        if sorted(slots) != list(range(self.total)):
-            raise ConservationError(f"of {self.total} slots these are owned: {sorted(slots)}")
-        pinned = sum(1 for page in self._pages.values() if page.pins)
-        if pinned != self._num_pinned or not all(page.pins for page in self._gone.values()):
-            raise ConservationError(f"{self._num_pinned} pages are read, in truth {pinned}")
-        following = {key for keys in self._following.values() for key in keys}
-        if following != set(self._pages):
-            raise ConservationError("what continues a page is not what is here")
-
     # Inside
 
     def _add(self, page: StoredPage) -> None:

@@ -38,7 +38,7 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> No
 def check_sampling_params(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     """Raise `InvalidField` for the first field that is out of its range.
 
-    `max_tokens` and `min_tokens` depend on the prompt: `Validator` checks them.
+    `Validator` checks whether `max_tokens` and `min_tokens` go with the prompt and each other.
     """
     for field, limits in LIMITS.items():
         value = getattr(params, field)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from typing import Any
 
 import grpc
 
@@ -16,7 +17,6 @@ from kvrelay.router.admission.sampling_params import check_token_ids
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.admission.session_adoption import SessionAdoption
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.doors.client_messages import EventBytes
 from kvrelay.router.doors.incoming_messages import MessageReader
 from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.router.generation import GenerationRequest
@@ -24,11 +24,14 @@ from kvrelay.router.grpc_status import with_status
 from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.placement.limits import RequestLimits
+from kvrelay.router.requests.events import ChoiceEnd, Completion, Delta, Event
 from kvrelay.router.requests.live_requests import LiveRequests
 from kvrelay.router.requests.output_stream import Form
 from kvrelay.router.sessions import Sessions
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import inference_pb2_grpc
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.messages import TIMINGS
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -186,3 +189,59 @@ def _deadline(context: grpc.aio.ServicerContext) -> float | None:
     """The end of the call on the clock of `time.monotonic`; None: its client set no deadline."""
     seconds = context.time_remaining()
     return None if seconds is None else time.monotonic() + seconds
+
+
+_DELTA = Codec(Delta, inference_pb2.GenerateDelta)
+_CHOICE_END = Codec(ChoiceEnd, inference_pb2.ChoiceEnd)
+
+
+class EventBytes:
+    """The `Form` of a gRPC stream: each event is a GenerateResponse, serialized.
+
+    Args:
+        request_id: the id of the request whose events they are.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._plain = inference_pb2.GenerateResponse(request_id=request_id)
+        """The message that is refilled for each delta without logprobs: nearly all events."""
+
+    def __call__(self, event: Event) -> bytes:
+        """Serialize an event."""
+        if isinstance(event, Delta):
+            if event.prompt_logprobs or (event.tokens and event.tokens[0].logprob is not None):
+                response = self._response(delta=_DELTA.to_message(event))
+            else:
+                response = self._fill_in(event)
+        else:
+            response = self._response(complete=_completion_message(event))
+        return bytes(response.SerializeToString())
+
+    def _fill_in(self, event: Delta) -> inference_pb2.GenerateResponse:
+        delta = self._plain.delta
+        delta.index, delta.text, delta.choice = event.index, event.text, event.choice
+        delta.token_ids[:] = [token.token_id for token in event.tokens]
+        return self._plain
+
+    def _response(self, **event: Any) -> inference_pb2.GenerateResponse:
+        return inference_pb2.GenerateResponse(request_id=self._request_id, **event)
+
+
+def _completion_message(completion: Completion) -> inference_pb2.GenerateComplete:
+    choices = list(map(_CHOICE_END.to_message, completion.choices))
+    first = choices[0]
+    matched = first.WhichOneof("matched_stop")
+    return inference_pb2.GenerateComplete(
+        finish_reason=first.finish_reason,
+        **({matched: getattr(first, matched)} if matched else {}),
+        choices=choices,
+        usage=inference_pb2.Usage(
+            prompt_tokens=completion.prompt_tokens,
+            completion_tokens=completion.completion_tokens,
+            cached_tokens=completion.cached_tokens,
+        ),
+        timings=TIMINGS.to_message(completion.timings),
+        seed=completion.seed,
+        history_digest=completion.history_digest,
+    )

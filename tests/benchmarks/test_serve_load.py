@@ -12,8 +12,14 @@ from click.testing import CliRunner
 
 from kvrelay.deploy.commands.bench import bench as main
 from kvrelay.deploy.load_generator.load_report import Slo
-from kvrelay.deploy.load_generator.measurement import Results, Run, RunBounds, ServerError, bench
-from kvrelay.deploy.load_generator.run_progress import RunProgress
+from kvrelay.deploy.load_generator.measurement import (
+    Results,
+    Run,
+    RunBounds,
+    RunProgress,
+    ServerError,
+    bench,
+)
 from kvrelay.deploy.load_generator.workload import (
     ClosedLoop,
     Load,

@@ -35,7 +35,7 @@ def resident_bytes() -> int:
 
 
 def turns_of(cluster: InProcess) -> SessionTurns:
-    sessions: SessionTurns = cluster.hosted[0]._parts.plugin.scheduler._context.sessions  # type: ignore[attr-defined]
+    sessions: SessionTurns = cluster.hosted[0]._parts.plugin.scheduler._context.session_turns  # type: ignore[attr-defined]
     return sessions
 
 
@@ -99,6 +99,6 @@ async def test_10_000_sessions_that_are_left(tiny: Path, host_kv_memory: int) ->
         expired = await cluster.metric("kvrelay_router_session_ends_total", reason="expired")
         assert expired == SESSIONS
         kept = turns_of(cluster)
-        left = (kept._ids, kept._names, kept._ended, kept._sessions, kept._histories)
-        assert [len(one) for one in left] == [0] * 5
+        left = (kept._ended, kept._sessions, kept._sessions._idle_tokens, kept._histories)
+        assert [len(one) for one in left] == [0] * 4
         await cluster.assert_at_baseline()

@@ -36,7 +36,7 @@ class Lent(NamedTuple):
 def watch_borrowing(cluster: InProcess) -> list[Lent]:
     """What every later turn is lent by the last worker."""
     kv_cache = cluster.hosted[-1]._parts.kv_cache
-    leases, lent = kv_cache.sessions, list[Lent]()
+    leases, lent = kv_cache.leases, list[Lent]()
     borrow = leases.borrow
 
     def watched(lease: Lease, *args: Any, **options: Any) -> bool:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.deploy.commands.rates import Rates
-from kvrelay.deploy.commands.top_screen import View, lines, shares
+from kvrelay.deploy.commands.top_screen import Rates, View, lines, shares
 from kvrelay.v1 import inference_pb2 as pb
 
 from .conftest import Kvrelay

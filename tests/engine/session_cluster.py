@@ -32,11 +32,11 @@ def place(simulation: Simulation, kind: str) -> tuple[SimWorker, SimWorker]:
 
 
 def pools(worker: SimWorker) -> Any:
-    return worker.kv_cache.counts()[0]
+    return worker.kv_cache.audit.counts()[0]
 
 
 def rows(worker: SimWorker) -> Any:
-    return worker.kv_cache.counts()[-1]
+    return worker.kv_cache.audit.counts()[-1]
 
 
 def turns(worker: SimWorker, start: str) -> int:

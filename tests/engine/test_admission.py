@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.scheduler.prompts_in_progress import share_budget
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.submit import RequestKey, StopConditions
 from kvrelay.wire.worker_info import WorkerRole
@@ -104,8 +105,7 @@ def test_a_misfit_is_bypassed_so_many_times_and_no_more():
     assert list(admission.admit([large, *small])) == small[:3]
     assert list(admission.admit([large, *small[3:]])) == []
     fits.add(large)
-    account.close(held)
-    account.free_lease(held, [])
+    release_kv_cache(account, held, Outcome.ABORTED)
     waiting = [large, *small[3:]]
     assert list(admission.admit(waiting)) == waiting
 
@@ -123,8 +123,7 @@ def test_who_was_refused_is_not_asked_again_until_there_is_room():
     for _ in range(3):
         assert list(admission.admit(waiting)) == []
     assert len(asked) == 1
-    account.close(held)
-    account.free_lease(held, [])
+    release_kv_cache(account, held, Outcome.ABORTED)
     assert list(admission.admit(waiting)) == []
     assert len(asked) == 2
 
@@ -187,7 +186,9 @@ def test_lengths_that_are_not_as_drawn_are_found(written: int, committed: int) -
     memory.commit(one.held, 6)
     one.kv_written_len = 5
     one.check_lengths()
-    memory.trim(one.held, committed) if committed < 6 else memory.commit(one.held, committed)
+    memory.lengths.trim(one.held, committed) if committed < 6 else memory.commit(
+        one.held, committed
+    )
     one.kv_written_len = written
     with pytest.raises(AssertionError, match="tokens written"):
         one.check_lengths()

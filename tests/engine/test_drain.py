@@ -61,12 +61,15 @@ def test_drain_at_every_point_of_one_request(
 
 @ROLES
 @pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize(
+    "seeds", [range(8), pytest.param(range(8, 20), marks=pytest.mark.slow)], ids=str
+)
 def test_what_is_on_its_way_when_the_drain_begins_is_turned_away(
-    role: WorkerRole, choices: int
+    role: WorkerRole, choices: int, seeds: range
 ) -> None:
     """And the other side's part of it ends, whichever side hears of the request first."""
     turned_away = 0
-    for seed in range(8):
+    for seed in seeds:
         simulation = cluster(seed, role)
         workers = simulation.prefills if role is WorkerRole.PREFILL else simulation.decodes
         workers[0].drain()

@@ -72,7 +72,7 @@ def test_scenario_32_abort_after_the_pull_before_it_runs(seed: int, point: str) 
     step_until(simulation, lambda: AFTER_THE_PULL[point](request))
     simulation.cancel(request, request.decode)
     request.decode.turn()
-    (pages, rows) = request.decode.kv_cache.counts()
+    (pages, rows) = request.decode.kv_cache.audit.counts()
     assert (pages.held, pages.promised, pages.quarantined, rows.held) == (0, 0, 0, 0)
     later = simulation.submit(other, 8)
     simulation.run()
@@ -128,7 +128,7 @@ def test_scenario_33_abort_on_the_prefill_side_is_heard_on_the_other(seed: int, 
     step_until(simulation, lambda: bool(simulation.pairs) and ON_PREFILL[point](request))
     simulation.cancel(request, request.prefill)
     request.prefill.turn()
-    assert request.prefill.kv_cache.page_counts()[0].held == 0
+    assert request.prefill.kv_cache.audit.page_counts()[0].held == 0
     later = simulation.submit(other, 8)
     simulation.run()
     assert request.ends[request.decode.name].reason is EndReason.ABORTED
@@ -161,7 +161,7 @@ def test_scenario_34_abort_while_a_read_writes_its_pages(seed: int) -> None:
 
     simulation.end_read = read_others  # type: ignore[method-assign]
     step_until(simulation, lambda: all(len(other.ends) == 2 for other in others))
-    (counts,) = request.decode.kv_cache.page_counts()
+    (counts,) = request.decode.kv_cache.audit.page_counts()
     assert counts.quarantined >= len(written) > 0
     assert_right(*others)
     simulation.end_read = read  # type: ignore[method-assign]
@@ -187,7 +187,7 @@ def test_a_read_that_fails_after_its_request_connects_anew() -> None:
         on_end(pull)
     request.decode.turn()
     assert set(request.decode.connected_anew) == {request.prefill.name}
-    assert request.decode.kv_cache.page_counts()[0].quarantined > 0
+    assert request.decode.kv_cache.audit.page_counts()[0].quarantined > 0
     for pull, _ in late:
         pull.settle()
     simulation.run()
@@ -208,7 +208,7 @@ def test_scenario_35_one_read_fails_while_another_runs(seed: int) -> None:
     failing.settle()
     on_end(failing)
     request.decode.turn()
-    (counts,) = request.decode.kv_cache.page_counts()
+    (counts,) = request.decode.kv_cache.audit.page_counts()
     # The pages of every read but the one that has ended for good wait.
     assert counts.quarantined >= sum(pull.num_pages for pull, _ in running) > 0
     simulation.collect_outputs()
@@ -358,7 +358,7 @@ def test_a_decode_worker_that_is_silent_holds_no_page_of_the_other() -> None:
     stream.sequencer.heard_at = -math.inf
     request.prefill.inbox.post(Wake())
     request.prefill.turn()
-    assert request.prefill.kv_cache.page_counts()[0].held == 0
+    assert request.prefill.kv_cache.audit.page_counts()[0].held == 0
     simulation.run()
     end = request.ends[request.decode.name]
     assert (end.reason, end.cause is not None) == (EndReason.FAILED, True)
@@ -376,7 +376,7 @@ def test_a_read_that_does_not_end_costs_its_attempt_and_its_pages_stay_fenced() 
     mine.read_at = -math.inf
     _time_passes(request, silent=False)
     request.decode.turn()
-    assert request.decode.kv_cache.page_counts()[0].quarantined == 10
+    assert request.decode.kv_cache.audit.page_counts()[0].quarantined == 10
     assert quarantined(request) == {"read": 10}
     simulation.end_read = read  # type: ignore[method-assign]
     simulation.run()
@@ -394,7 +394,7 @@ def test_pages_of_a_failed_read_come_back_when_its_fence_passes_and_nothing_else
     failed = [pull for pull, _ in agent.ordered if pull.state is PullState.FAILED]
     agent.ordered = [entry for entry in agent.ordered if entry[0] not in failed]
     simulation.run()
-    assert request.decode.kv_cache.page_counts()[0].quarantined == 10
+    assert request.decode.kv_cache.audit.page_counts()[0].quarantined == 10
     assert quarantined(request) == {"failed_read": 10}
     for pull in failed:
         pull.settle()

@@ -126,7 +126,7 @@ def test_a_session_goes_on_by_its_digest(
     assert asked(worker, "bob", digest) is None
     assert asked(worker, "alice", history_digest(history[:-1])) is None
     assert asked(worker, "alice", digest) == history
-    assert len(worker.context.sessions) == 0
+    assert len(worker.context.session_turns) == 0
     assert pools(worker).session == 0
     if router_lives:
         assert ends(worker, "adopted") == 1
@@ -162,7 +162,7 @@ def test_a_question_that_nobody_waits_for_takes_nothing_from_a_session() -> None
     digest = history_digest(array("I", session.tokens))
     worker.inbox.post(FindHistory("", digest, answers.append, lambda: False))
     worker.turn()
-    assert (answers, len(worker.context.sessions)) == ([], 1)
+    assert (answers, len(worker.context.session_turns)) == ([], 1)
     finish(simulation, session)
 
 
@@ -177,7 +177,7 @@ def test_a_turn_that_fails_leaves_the_history_though_its_kv_is_gone() -> None:
     simulation.run()
     session.take()
     assert asked(worker, "", history_digest(history)) == history
-    assert worker.context.sessions.evict_oldest() is False
+    assert worker.context.session_turns.evict_oldest() is False
     assert asked(worker, "", history_digest(history)) == history
     finish(simulation, session)
 
@@ -199,7 +199,7 @@ def test_a_session_that_its_router_ends_leaves_no_history() -> None:
         session.take()
         for known in (history, array("I", session.tokens)):
             assert asked(worker, "", history_digest(known)) is None
-    assert len(worker.context.sessions._histories) == history_tokens(worker) == 0
+    assert len(worker.context.session_turns._histories) == history_tokens(worker) == 0
     simulation.assert_at_baseline()
 
 

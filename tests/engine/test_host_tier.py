@@ -70,10 +70,10 @@ def computed_tokens(simulation: Simulation) -> float:
 
 def evict_all(worker: SimWorker) -> None:
     """A worker's prefix index keeps nothing that nobody uses."""
-    for pool, counts in enumerate(worker.kv_cache.page_counts()):
+    for pool, counts in enumerate(worker.kv_cache.audit.page_counts()):
         share = (("all the room", counts.free + counts.cached_evictable),)
-        pages = worker.kv_cache._allocator.allocate(pool, share)
-        worker.kv_cache._allocator.free(pool, share, pages)
+        pages = worker.kv_cache.allocator.allocate(pool, share)
+        worker.kv_cache.allocator.free(pool, share, pages)
 
 
 def ask(simulation: Simulation, prompts: list[list[int]], max_tokens: int) -> None:

@@ -62,7 +62,7 @@ def test_what_comes_while_a_forward_runs_is_told_when_none_does() -> None:
     simulation.run()
     told = loads(link)
     assert told[-1].is_idle
-    assert told[-1].pools == worker.kv_cache.counts()
+    assert told[-1].pools == worker.kv_cache.audit.counts()
     simulation.assert_at_baseline()
 
 

@@ -34,7 +34,7 @@ def test_a_scrape_sums_to_the_pools_and_counts_what_the_index_does():
     simulation.run()
     worker = simulation.prefills[0]
     seen = scrape(worker)
-    for counts in worker.kv_cache.counts():
+    for counts in worker.kv_cache.audit.counts():
         states = {state: v for (n, pool, state), v in seen.items()
                   if n == "kvrelay_pages" and pool == counts.pool}  # fmt: skip
         assert sum(states.values()) == counts.total

@@ -85,10 +85,10 @@ def test_what_was_read_twice_is_stored_once(seed: int, windows: Any) -> None:
         )
 
     step_until(simulation, both_computed)
-    assert decode.kv_cache.page_counts()[0].held == 2 * len(PROMPT) // 4
+    assert decode.kv_cache.audit.page_counts()[0].held == 2 * len(PROMPT) // 4
     simulation.end_read = read  # type: ignore[method-assign]
     step_until(simulation, lambda: all(generates(request) for request in requests))
-    counts = decode.kv_cache.page_counts()[0]
+    counts = decode.kv_cache.audit.page_counts()[0]
     assert counts.cached_protected == len(PROMPT) // 4
     assert counts.held <= 2 * 3
     simulation.run()
@@ -105,7 +105,7 @@ def test_what_is_settled_stays_found_when_its_request_is_aborted(seed: int, wind
     simulation.cancel(first, first.prefill)
     simulation.run()
     # What a forward still wrote at that time is not found.
-    assert first.prefill.kv_cache.page_counts()[0].cached_evictable == settled // 4
+    assert first.prefill.kv_cache.audit.page_counts()[0].cached_evictable == settled // 4
     second = simulation.submit(PROMPT, 6)
     simulation.run()
     assert second.cached_tokens == settled

@@ -21,9 +21,9 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.no_prefix_index import NoPrefixIndex
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.output import EndReason
 from kvrelay.wire.submit import RequestKey, StopConditions
@@ -157,7 +157,7 @@ def one_computes(simulation: Simulation, tokens: int = 64) -> SimRequest:
 
     step_until(simulation, reached)
     for worker in simulation.workers:
-        counts = worker.kv_cache.counts()
+        counts = worker.kv_cache.audit.counts()
         assert len(computing(worker)) == 1
         assert counts[-1].held == 1, "a row for each that computes, no other"
     return simulation.requests[computing(prefill)[0].key]
@@ -357,7 +357,7 @@ class Bench:
         self.kv_cache.commit(lease, tokens)
         if lease is self.leader.lease:
             self.leader.kv_written_len = tokens
-        return self.kv_cache.publish_settled(lease, np.asarray(PREFIX[:tokens], np.int32))
+        return self.kv_cache.sharing.publish_settled(lease, np.asarray(PREFIX[:tokens], np.int32))
 
 
 def test_a_wait_ends_when_what_is_shared_is_published() -> None:

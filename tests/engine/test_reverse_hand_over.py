@@ -132,7 +132,7 @@ def test_a_hand_over_that_breaks_while_it_is_reversed(
     simulation, session, prefill, decode = begun()
     turn = say(session)
     decode.turn()
-    assert is_kept or decode.context.sessions.evict_oldest()
+    assert is_kept or decode.context.session_turns.evict_oldest()
     step_until(simulation, lambda: state(turn) is phase)
     if how == "stream":
         simulation.break_stream()
@@ -250,7 +250,7 @@ def test_a_session_that_was_given_up_before_the_grant_is_lent_from_the_prefix_in
     computed, history = computed_tokens(prefill), len(session.tokens)
     turn = say(session)
     decode.turn()
-    assert decode.context.sessions.evict_oldest()
+    assert decode.context.session_turns.evict_oldest()
     simulation.run()
     assert turn.output == reference(turn.prompt, 6)
     assert reads(prefill, "valid") == 1
@@ -262,7 +262,7 @@ def test_a_session_that_was_given_up_is_not_lent_if_nothing_is_left_of_it() -> N
     simulation, session, prefill, decode = begun(cached=False)
     turn = say(session)
     decode.turn()
-    assert decode.context.sessions.evict_oldest()
+    assert decode.context.session_turns.evict_oldest()
     simulation.run()
     assert turn.output == reference(turn.prompt, 6)
     assert (reads(prefill, "valid"), read_from(simulation, decode)) == (0, 0)
@@ -291,7 +291,7 @@ def test_what_differs_of_the_prefix_index_is_lent_once() -> None:
     simulation, session, prefill, decode = begun(verify_pages=VerifyPages.ALL)
     turn = say(session)
     decode.turn()
-    assert decode.context.sessions.evict_oldest()
+    assert decode.context.session_turns.evict_oldest()
     lent: list[Pull] = []
 
     def tamper(worker: SimWorker, pull: Pull) -> None:

@@ -139,7 +139,9 @@ def test_pages_of_a_failed_read_wait_for_the_peers_death(seed):
             failed += 1
         if not simulation.step():
             break
-    quarantined = [worker.kv_cache.page_counts()[0].quarantined for worker in simulation.decodes]
+    quarantined = [
+        worker.kv_cache.audit.page_counts()[0].quarantined for worker in simulation.decodes
+    ]
     late = [len(worker.agent.ordered) for worker in simulation.decodes]
     assert all((pages > 0) == (reads > 0) for pages, reads in zip(quarantined, late, strict=True))
     simulation.settle_deaths()
@@ -222,11 +224,11 @@ def test_dead_decode_worker_lets_its_pages_on_the_prefill_side_go():
     request = simulation.submit(list(range(20)), 6)
     while not request.tokens:
         simulation.step()
-    assert request.prefill.kv_cache.page_counts()[0].cached_protected > 0
+    assert request.prefill.kv_cache.audit.page_counts()[0].cached_protected > 0
     simulation.pairs.clear()
     request.prefill.inbox.post(PeerDied(request.decode.name))
     request.prefill.turn()
-    (counts,) = request.prefill.kv_cache.page_counts()
+    (counts,) = request.prefill.kv_cache.audit.page_counts()
     assert (counts.held, counts.cached_protected) == (0, 0)
     assert request.prefill.agent.serving == 0
 

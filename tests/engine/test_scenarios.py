@@ -45,14 +45,14 @@ def test_scenario_9_aborted_chunk_emits_nothing_when_its_forward_ends(seed: int)
     step_until(simulation, lambda: bool(prefill.steps) and prefill.steps[0].number == 2)
     simulation.cancel(request, prefill)
     prefill.turn()
-    (pages, rows) = prefill.kv_cache.counts()
+    (pages, rows) = prefill.kv_cache.audit.counts()
     # The first chunk is published, and stays locked with what the second still writes.
     assert (pages.held, pages.promised, pages.quarantined) == (0, 0, 4)
     assert (pages.cached_protected, pages.cached_evictable) == (4, 0)
     assert (rows.held, rows.quarantined) == (0, 1)
     prefill.end_step()
     prefill.turn()
-    (pages, rows) = prefill.kv_cache.counts()
+    (pages, rows) = prefill.kv_cache.audit.counts()
     assert (pages.free + 4, pages.cached_evictable, rows.free) == (pages.total, 4, rows.total)
     simulation.run()
     assert not request.tokens
@@ -96,7 +96,7 @@ def test_scenario_10_drain_releases_a_finished_prefill_that_is_not_merged_yet(
     simulation = one_pair(seed)
     request = simulation.submit(list(range(40)), 6)
     step_until(simulation, lambda: POINTS[point](request))
-    assert request.decode.kv_cache.page_counts()[0].held == 10
+    assert request.decode.kv_cache.audit.page_counts()[0].held == 10
     for worker in simulation.workers:
         worker.inbox.post(Stop())
     simulation.run()
@@ -204,9 +204,9 @@ def test_scenario_8_whoever_comes_in_gets_nothing_that_the_step_ahead_still_read
         nonlocal found
         turn()
         reading = [set(table[table >= 0].tolist()) for s in worker.steps for table in s.page_tables]
-        free = set(worker.kv_cache.audit.free_pages(0))
+        free = set(worker.kv_cache.allocator.accounts[0].free_pages.tolist())
         assert not any(pages & free for pages in reading)
-        found += any(counts.quarantined for counts in worker.kv_cache.page_counts())
+        found += any(counts.quarantined for counts in worker.kv_cache.audit.page_counts())
 
     worker.turn = watch  # type: ignore[method-assign]
     for prompt in random_prompts(seed, 14, 20):
@@ -313,7 +313,7 @@ def test_scenario_48_room_for_one_and_a_half_prompts() -> None:
 
     def watch() -> None:
         turn()
-        counts = decode.kv_cache.page_counts()[0]
+        counts = decode.kv_cache.audit.page_counts()[0]
         held.append(counts.held + counts.cached_protected)
 
     decode.turn = watch  # type: ignore[method-assign]

@@ -11,7 +11,8 @@ import pytest
 from kvrelay.engine.scheduler.session_turns import SessionTurns
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.session_memory import SessionMemory
+from kvrelay.mem_cache.leases.lease_table import LeaseTable
+from kvrelay.mem_cache.session_memory import SessionMemory
 from tests.engine.test_sessions import walk
 
 SEEDS = (54, 67, *range(40))
@@ -23,23 +24,23 @@ def lend_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
     """Histories that differ in one token are taken for the same."""
     shared_len = SessionTurns._shared_len
 
-    def wrong(self: Any, session_id: str, input_ids: Any) -> int:
-        kept = self._sessions.token_ids(session_id)
-        return min(shared_len(self, session_id, input_ids) + 1, len(kept), len(input_ids))
+    def wrong(self: Any, name: Any, input_ids: Any) -> int:
+        kept = self._sessions.token_ids(name)
+        return min(shared_len(self, name, input_ids) + 1, len(kept), len(input_ids))
 
     patch.setattr(SessionTurns, "_shared_len", wrong)
 
 
 def save_what_is_not_written(patch: pytest.MonkeyPatch) -> None:
     """The last token sampled, whose KV no forward has computed, is said to be kept, too."""
-    save = SessionTurns._save
+    keep = SessionTurns._keep
 
-    def wrong(self: Any, request: Any, session_id: Any, token_ids: Any, fences: Any) -> Any:
+    def wrong(self: Any, request: Any, name: Any, token_ids: Any) -> Any:
         length = len(token_ids) + self._kv_cache.grow(request.held, len(token_ids) + 1)
         tokens = request.token_ids(0, length)
-        return save(self, request, session_id, np.asarray(tokens, np.int32), fences)
+        return keep(self, request, name, np.asarray(tokens, np.int32))
 
-    patch.setattr(SessionTurns, "_save", wrong)
+    patch.setattr(SessionTurns, "_keep", wrong)
 
 
 def read_into_the_sessions_own_page(patch: pytest.MonkeyPatch) -> None:
@@ -59,12 +60,13 @@ def do_not_put_the_boundary_page_back(patch: pytest.MonkeyPatch) -> None:
 
 def free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """The forwards and reads of a turn that has ended are forgotten."""
-    end_turn = SessionTurns.end_turn
-
-    def wrong(self: Any, request: Any, outcome: Any, token_ids: Any, fences: Any) -> Any:
-        return end_turn(self, request, outcome, token_ids, ())
-
-    patch.setattr(SessionTurns, "end_turn", wrong)
+    save, roll_back = LeaseTable.save, LeaseTable.roll_back
+    patch.setattr(LeaseTable, "save", lambda self, lease, fences: save(self, lease, ()))
+    patch.setattr(
+        LeaseTable,
+        "roll_back",
+        lambda self, lease, prefix_len, fences=(): roll_back(self, lease, prefix_len),
+    )
 
 
 def keep_what_an_aborted_turn_has_added(patch: pytest.MonkeyPatch) -> None:
@@ -72,11 +74,10 @@ def keep_what_an_aborted_turn_has_added(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SessionMemory, "roll_back", _save_without_trimming)
 
 
-def _save_without_trimming(self: Any, session_id: str, fences: Any = ()) -> bool:
-    session = self._lent(session_id)
+def _save_without_trimming(self: Any, name: Any, fences: Any = ()) -> Any:
+    session = self._lent(name)
     tokens = session.token_ids[: session.lease.kv_committed_len]
-    self.save(session_id, session.lease, tuple(fences), tokens)
-    return True
+    return self.keep(name, session.lease, tokens)
 
 
 @pytest.mark.parametrize("plant", [

@@ -42,7 +42,7 @@ def test_the_session_that_was_idle_for_longest_makes_room_and_stays_findable(kin
     simulation.run()
     assert request.output == reference(request.prompt, 12)
     assert ends(worker, "room") >= 1
-    assert worker.context.sessions.take_ended(worker.link) == ()  # they were told
+    assert worker.context.session_turns.take_ended(worker.link) == ()  # they were told
     talk(sessions[2], SECOND, 4, place=at)
     assert turns(worker, "resumed") == 1, "the latest one was spared"
     finish(simulation, *sessions)
@@ -116,7 +116,7 @@ def test_sessions_that_share_a_prefix_do_not_end_in_vain() -> None:
     worker, sessions = simulation.decodes[0], sharing(simulation, 5)
     big = simulation.submit(random.Random(3).choices(range(97), k=160), 40)
     step_until(simulation, lambda: generating(big))
-    idle = worker.context.sessions
+    idle = worker.context.session_turns
     assert len(idle) == 5
     assert idle.locked_tokens == 80 + 5 * 4
     second = simulation.submit(random.Random(4).choices(range(97), k=200), 4)
@@ -198,13 +198,13 @@ def test_idle_sessions_make_room_for_what_comes_back_from_the_host() -> None:
     for index, session in enumerate(sessions):
         talk(session, random.Random(50 + index).choices(range(97), k=36), 5)
     assert worker.kv_cache.count_cached(np.array(prompt, np.int32)) < 20, "the rest was evicted"
-    assert len(worker.context.sessions) == 4
+    assert len(worker.context.session_turns) == 4
     computed = computed_tokens(worker)
     again = simulation.submit(prompt, 4)
     simulation.run()
     assert again.output == reference(prompt, 4)
     assert computed_tokens(worker) - computed < 20
-    assert 0 < len(worker.context.sessions) < 4
+    assert 0 < len(worker.context.session_turns) < 4
     finish(simulation, *sessions)
 
 

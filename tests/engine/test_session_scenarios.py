@@ -72,7 +72,7 @@ def test_scenario_16_outputs_that_a_stop_cut_off_are_freed(kind: str) -> None:
     assert first.output == output
     kept, shared = pools(worker).session, len(prompt) + 12 - 1
     assert kept > shared, "the drafts behind the stop have pages"
-    leases, cut = worker.kv_cache.sessions, []
+    leases, cut = worker.kv_cache.leases, []
     borrow = leases.borrow
 
     def watched(lease: Lease, *args: Any, **options: Any) -> bool:
@@ -177,7 +177,7 @@ def test_scenario_20_a_session_closed_while_its_turn_decodes_is_released_once_af
     simulation.run()
     if ends_by == "finish":
         assert turn.output == reference(turn.prompt, 12)
-    assert len(worker.context.sessions) == 0
+    assert len(worker.context.session_turns) == 0
     simulation.assert_at_baseline()
 
 

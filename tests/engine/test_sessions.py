@@ -198,7 +198,7 @@ def test_a_routers_sessions_end_with_its_stream() -> None:
     step_until(simulation, lambda: generating(turn))
     simulation.detach(worker)
     simulation.run()
-    assert len(worker.context.sessions) == 0
+    assert len(worker.context.session_turns) == 0
     simulation.assert_at_baseline()
 
 

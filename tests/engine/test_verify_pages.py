@@ -69,7 +69,7 @@ def test_such_a_page_is_in_nobodys_prefix_index():
     simulation.run()
     assert total(simulation.decodes, "page_mismatches") == 3  # one of each read
     for worker in simulation.workers:
-        assert worker.kv_cache.page_counts()[0].cached_evictable == 0
+        assert worker.kv_cache.audit.page_counts()[0].cached_evictable == 0
     simulation.share = 0.0
     again = simulation.submit(prompt, 4)
     simulation.run()

@@ -68,7 +68,7 @@ def test_reserved_pages_are_no_requests() -> None:
         for geometry, pages in zip(geometries, totals, strict=True)
     ]
     kv_cache = make_kv_cache(config, pools, max_model_len=256)
-    assert [pool.total for pool in kv_cache.page_counts()] == [pages - 1 for pages in totals]
+    assert [pool.total for pool in kv_cache.audit.page_counts()] == [pages - 1 for pages in totals]
 
 
 def test_memory_for_reserved_pages_alone_is_too_little() -> None:

@@ -17,7 +17,7 @@ import pytest
 from kvrelay.kv_transfer.mooncake_store import MooncakeAddress, MooncakeStore
 from kvrelay.mem_cache.storage.storage_pages import StoragePage
 from tests.kv_transfer.test_nixl_files import finish
-from tests.mem_cache.stored_files import LAYOUT, POOL_BYTES, bytes_of, prompt
+from tests.mem_cache.stored_files import LAYOUT, POOL_BYTES, bytes_of, num_taken, prompt
 from tests.ports import free_port
 
 WAIT_S = 60.0
@@ -101,7 +101,7 @@ class Client:
     def _finish(self, operation: object) -> list[bool]:
         valid = finish(operation)  # type: ignore[arg-type]
         assert not isinstance(valid, bool)
-        assert not self.store.buffers.num_taken
+        assert not num_taken(self.store.buffers)
         return list(valid)
 
     def exists(self, pages: Sequence[StoragePage]) -> list[bool]:

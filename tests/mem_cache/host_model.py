@@ -134,7 +134,7 @@ class HostModel:
         """Conservation there; and what can be found is what was written for its tokens."""
         tier = known(self.tier)
         tier.pages.check_pages()
-        device = self._memory.kv_cache.page_counts()
+        device = self._memory.kv_cache.audit.page_counts()
         assert all(counts.accounted == counts.total for counts in tier.pool_counts(device))
         self._memory.check_index()
         for lent, truths in self.lent:

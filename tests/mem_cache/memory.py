@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrelay.mem_cache.fence import Fence, FenceKind, StepClock, StepFence
+from kvrelay.mem_cache.host.storage_tier import StorageTier
 from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState
 from kvrelay.mem_cache.leases.publishing import PageCopy
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.mem_cache.storage.storage_pages import StoreState
-from kvrelay.mem_cache.storage.storage_tier import StorageTier
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes
 from tests.known import known
@@ -169,14 +169,18 @@ class Memory:
         self.others.append(flight)
 
     def publish(self, holder: Holder) -> None:
-        self.kv_cache.publish(holder.lease, holder.ids(holder.written), self.readers(holder))
+        self.kv_cache.sharing.publish(
+            holder.lease, holder.ids(holder.written), self.readers(holder)
+        )
 
     def publish_settled(self, holder: Holder) -> bool:
         """What is written; the lease goes on, and whoever reads its pages does not notice."""
         before = [holder.lease.pages(pool) for pool in range(len(self.contents))]
         # An earlier turn's forward may still read what no token of this one sees.
         readers = self.readers(holder) if holder.borrowed is not None else []
-        published = self.kv_cache.publish_settled(holder.lease, holder.ids(holder.written), readers)
+        published = self.kv_cache.sharing.publish_settled(
+            holder.lease, holder.ids(holder.written), readers
+        )
         for pool, table in enumerate(before):
             now = holder.lease.pages(pool)
             kept = (now == table) | (now < 0)
@@ -223,13 +227,12 @@ class Memory:
     def borrow(
         self, holder: Holder, prefix_len: int, promised: int, *, fresh_boundary: bool = False
     ) -> bool:
-        lent = self.kv_cache.sessions.borrow(
+        lent = self.kv_cache.leases.borrow(
             holder.lease,
             holder.lease.holder + "'",
             prefix_len,
             promised,
             fresh_boundary=fresh_boundary,
-            pending=self.pending(holder),
         )
         if lent:
             self.saved.remove(holder)
@@ -242,7 +245,7 @@ class Memory:
         """The turn fails; what it began with is there as before."""
         for peer in holder.peers:
             self.end(peer)
-        self.kv_cache.sessions.roll_back(holder.lease, known(holder.borrowed), self.pending(holder))
+        self.kv_cache.leases.roll_back(holder.lease, known(holder.borrowed), self.pending(holder))
         holder.written = known(holder.borrowed)
         self.save(holder)
 
@@ -257,7 +260,7 @@ class Memory:
         """Open leases of the same tokens so far; launch the forward that copies, if any is to."""
         length = holder.written
         self.opened += number
-        forked = self.kv_cache.fork(
+        forked = self.kv_cache.sharing.fork(
             holder.lease,
             [f"r{self.opened - one}" for one in range(number)],
             holder.ids(length),
@@ -316,7 +319,7 @@ class Memory:
             flight.holder.written = flight.end
 
     def reclaim(self) -> None:
-        self.kv_cache.reclaim()
+        self.kv_cache.allocator.reclaim()
 
     # What must hold
 
@@ -386,7 +389,7 @@ class Memory:
             written = slice(flight.start // self.page_size, -(-flight.end // self.page_size))
             pages = [page for copy in flight.copies if copy.pool == pool for page in copy[1:]]
             pages += [page for page in table[written].tolist() if page >= 0]
-            free = set(self.kv_cache.audit.free_pages(pool))
+            free = set(self.kv_cache.allocator.accounts[pool].free_pages.tolist())
             assert free.isdisjoint(pages), f"of {pages} some are free, {flight.life} runs"
 
     def drain(self) -> None:
@@ -406,11 +409,12 @@ class Memory:
                 self.store.advance()
         self.reclaim()
         self.check()
-        for pool, counts in enumerate(self.kv_cache.page_counts()):
+        for pool, counts in enumerate(self.kv_cache.audit.page_counts()):
             assert counts.free + counts.cached_evictable == counts.total
             assert counts.promised == 0
             assert self.kv_cache.index.evictable(pool) == self.kv_cache.index.size(pool)
-        assert self.kv_cache.audit.row_counts().free == self.kv_cache.total_rows
+        rows = self.kv_cache.audit.row_counts()
+        assert rows.free == rows.total
         if self.host.tier is not None:
             for counts in self.host.tier.pages.pool_counts():
                 assert counts.free + counts.cached_evictable == counts.total

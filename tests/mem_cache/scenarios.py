@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 from kvrelay.wire.load import PoolCounts
 from tests.mem_cache.memory import Holder, Memory
@@ -83,7 +83,9 @@ def holding(
 
 def publish(memory: Memory, holder: Holder) -> None:
     """What is written; only what still runs fences its duplicates."""
-    memory.kv_cache.publish(holder.lease, holder.ids(holder.written), memory.pending(holder))
+    memory.kv_cache.sharing.publish(
+        holder.lease, holder.ids(holder.written), memory.pending(holder)
+    )
 
 
 def end_all_forwards(memory: Memory) -> None:
@@ -101,16 +103,17 @@ def state(memory: Memory, holder: Holder) -> object:
     lease = holder.lease
     pools = range(len(memory.kv_cache.shape.pools))
     tables = [lease.pages(pool).tolist() for pool in pools]
-    return (lengths(lease), lease.row, lease.state, tables, memory.kv_cache.counts())
+    return (lengths(lease), lease.row, lease.state, tables, memory.kv_cache.audit.counts())
 
 
 def full(memory: Memory) -> PoolCounts:
-    return memory.kv_cache.page_counts()[0]
+    return memory.kv_cache.audit.page_counts()[0]
 
 
 def times_freed(kv_cache: KVCacheManager, pages: Iterable[int], pool: int = 0) -> set[int]:
     """How often these pages became free; by the history of the account."""
-    return {kv_cache.audit.history(pool, int(page)).count("to FREE") for page in pages}
+    account = kv_cache.allocator.accounts[pool]
+    return {account.history(int(page)).count("to FREE") for page in pages}
 
 
 def assert_at_baseline(memory: Memory) -> None:
@@ -118,10 +121,11 @@ def assert_at_baseline(memory: Memory) -> None:
     kv_cache = memory.kv_cache
     assert not [*memory.forwards, *memory.others, *memory.holders, *memory.saved]
     memory.check()
-    for counts in kv_cache.page_counts():
+    for counts in kv_cache.audit.page_counts():
         assert counts.free + counts.cached_evictable == counts.total
         assert counts.promised == 0
-    assert kv_cache.audit.row_counts().free == kv_cache.total_rows
+    rows = kv_cache.audit.row_counts()
+    assert rows.free == rows.total
     all_of_it = kv_cache.open("all of it", kv_cache.max_lease_tokens)
     assert all_of_it is not None
     if not any(kv_cache.shape.windowed):

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from kvrelay.mem_cache.storage.storage_buffers import PageBuffers
 from kvrelay.mem_cache.storage.storage_files import FileStore
 from kvrelay.mem_cache.storage.storage_format import StorageFormat
 from kvrelay.mem_cache.storage.storage_pages import NOTHING_BEFORE, StoragePage, StoreOperation
+from kvrelay.mem_cache.storage.storage_slots import StorageSlots
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.page_hash import HASH_BYTES, PageHashes, token_bytes
 from tests.known import known
@@ -77,13 +79,13 @@ class Worker:
     def finish(self, operation: StoreOperation) -> list[bool]:
         while (valid := operation.poll()) is None:
             time.sleep(0)
-        self.store._own.slots.check_slots()
+        check_slots(self.store._own.slots)
         return list(valid)
 
     def close(self) -> None:
         counts = known(self.store.state().pool)
         assert counts.in_flight == counts.cached_protected == 0
-        assert not self.store.buffers.num_taken
+        assert not num_taken(self.store.buffers)
         self.store.close()
 
     def kill(self) -> None:
@@ -98,6 +100,23 @@ class Worker:
     @property
     def broken(self) -> int:
         return self.store.state().broken_pages
+
+
+def check_slots(slots: StorageSlots) -> None:
+    """Run `StorageSlots.check`, and check each slot by itself."""
+    slots.check()
+    stored = [page.slot for page in slots._pages.values()]
+    owned = [*slots._free, *slots._writing, *slots._gone, *stored]
+    assert sorted(owned) == list(range(slots.total))
+    assert slots._num_pinned == sum(1 for page in slots._pages.values() if page.pins)
+    assert all(page.pins for page in slots._gone.values())
+    following = {key for keys in slots._following.values() for key in keys}
+    assert following == set(slots._pages), "what continues a page is not what is here"
+
+
+def num_taken(buffers: PageBuffers) -> int:
+    """Blocks for headers that are in use."""
+    return len(buffers._headers) - len(buffers._free)
 
 
 def bytes_of(key: bytes, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

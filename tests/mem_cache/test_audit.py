@@ -9,10 +9,9 @@ import pytest
 
 from kvrelay.mem_cache.audit import Audit
 from kvrelay.mem_cache.errors import ConservationError
+from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
-from kvrelay.mem_cache.leases.promises import Promises
-from kvrelay.mem_cache.leases.rows import Rows
-from kvrelay.mem_cache.page_allocator import PageAllocator
+from kvrelay.mem_cache.leases.ledger import Ledger
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import CacheShape, PoolShape
 
@@ -21,15 +20,12 @@ class Parts:
     """What a `KVCacheManager` is made of, so that a test can do what it never does."""
 
     def __init__(self) -> None:
-        self.shape = CacheShape((PoolShape("full", 16),), page_size=4, ahead=64)
-        self.rows = Rows(1, 4, 16)
+        shape = CacheShape((PoolShape("full", 16),), page_size=4, ahead=64)
         self.index = RadixTree(4, [None])
-        self.allocator = PageAllocator(self.shape.pools, self.rows, self.index, time.monotonic)
-        self.promises = Promises(self.shape, self.rows, self.allocator)
-        self.leases = LeaseTable(self.shape, self.rows, self.allocator, self.promises)
-        self.audit = Audit(
-            self.shape, self.rows, self.index, self.allocator, self.promises, self.leases
-        )
+        self.ledger = Ledger.make(shape, self.index, 4, 64, time.monotonic)
+        self.allocator, self.rows = self.ledger.allocator, self.ledger.rows
+        self.leases = LeaseTable(self.ledger, LeaseLengths(self.ledger))
+        self.audit = Audit(self.ledger, self.leases)
 
 
 def test_audit_names_a_lost_page_and_its_history():
@@ -52,15 +48,15 @@ def test_audit_finds_a_page_in_two_tables():
     pages = parts.allocator.allocate(0, [("first", 1)])
     for holder in ("first", "second"):
         lease = parts.leases.begin_lease(holder, "", 4, [0], None)
-        parts.rows.page_tables[0, lease.row, :1] = pages
-        parts.rows.allocated[lease.row] = 4
+        parts.rows.replace_page(0, lease.row, 0, int(pages[0]))
+        parts.rows.set_allocated(lease.row, 4)
     with pytest.raises(ConservationError, match=f"page {pages[0]} has 2 owners"):
         parts.audit.check_pages()
 
 
 def test_audit_finds_a_lost_row():
     parts = Parts()
-    parts.rows.free_rows.pop()
+    parts.allocator.free_rows.pop()
     with pytest.raises(ConservationError, match="3 of 4"):
         parts.audit.check()
 

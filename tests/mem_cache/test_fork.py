@@ -10,7 +10,7 @@ import pytest
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.shape import PoolShape
 from tests.known import known
 from tests.mem_cache.memory import Holder, Memory
@@ -33,7 +33,7 @@ from tests.mem_cache.scenarios import (
 
 def unpromised(kv_cache: KVCacheManager, pool: int) -> int:
     """Pages that can be had, free or by eviction, without breaking a promise."""
-    counts = kv_cache.page_counts()[pool]
+    counts = kv_cache.audit.page_counts()[pool]
     return counts.free + counts.cached_evictable - counts.promised
 
 
@@ -110,7 +110,7 @@ def test_choices_of_a_windowed_model_end_in_any_order(order, cached):
         memory.check()
     end_all_forwards(memory)
     if not cached:
-        assert all(counts.free == counts.total for counts in memory.kv_cache.page_counts())
+        assert all(counts.free == counts.total for counts in memory.kv_cache.audit.page_counts())
     assert_at_baseline(memory)
 
 
@@ -161,7 +161,7 @@ def test_fork_refused_changes_nothing(short, cached):
         copied = StepFence(memory.steps, memory.steps.launched + 1)
         ids = first.ids(10)
         holders = ["second", "third"]
-        forked = memory.kv_cache.fork(first.lease, holders, ids, 30, copied=copied)
+        forked = memory.kv_cache.sharing.fork(first.lease, holders, ids, 30, copied=copied)
         assert forked is None
         assert state(memory, first) == before
         memory.check()
@@ -238,12 +238,12 @@ def test_fork_of_what_it_cannot_be():
     first = prompt_of(memory, 10, 12)
     fence = StepFence(memory.steps, 1)
     with pytest.raises(KVCacheError, match="after 9 tokens"):
-        memory.kv_cache.fork(first.lease, ["second"], first.ids(9), 12, copied=fence)
+        memory.kv_cache.sharing.fork(first.lease, ["second"], first.ids(9), 12, copied=fence)
     with pytest.raises(KVCacheError, match="promise of 9 tokens"):
-        memory.kv_cache.fork(first.lease, ["second"], first.ids(10), 9, copied=fence)
+        memory.kv_cache.sharing.fork(first.lease, ["second"], first.ids(10), 9, copied=fence)
     memory.release(first, Outcome.ABORTED)
     with pytest.raises(KVCacheError, match="RELEASED"):
-        memory.kv_cache.fork(first.lease, ["second"], first.ids(10), 12, copied=fence)
+        memory.kv_cache.sharing.fork(first.lease, ["second"], first.ids(10), 12, copied=fence)
     assert_at_baseline(memory)
 
 
@@ -266,7 +266,7 @@ def test_most_pages_is_what_is_promised():
     assert [kv_cache.shape.most_pages(pool, 80) for pool in (0, 1)] == [20, 4]
     lease = kv_cache.open("a", 60)
     assert lease is not None
-    assert [counts.promised for counts in kv_cache.page_counts()] == [15, 4]
+    assert [counts.promised for counts in kv_cache.audit.page_counts()] == [15, 4]
     assert [unpromised(kv_cache, pool) for pool in (0, 1)] == [5, 4]
 
 
@@ -275,11 +275,11 @@ def test_most_pages_is_what_is_promised():
 ])  # fmt: skip
 def test_open_leaves_pages_unpromised(headroom, opened):
     kv_cache = make_windowed()
-    before = kv_cache.counts()
+    before = kv_cache.audit.counts()
     lease = kv_cache.open("a", 60, headroom=headroom)
     assert (lease is not None) is opened
     if not opened:
-        assert kv_cache.counts() == before
+        assert kv_cache.audit.counts() == before
 
 
 def test_open_without_its_prefix_if_that_leaves_too_little():
@@ -291,11 +291,11 @@ def test_open_without_its_prefix_if_that_leaves_too_little():
     assert plain is not None
     assert plain.cache_protected_len == 20
     assert unpromised(memory.kv_cache, 1) == 3
-    memory.kv_cache.close(plain)
-    memory.kv_cache.free_lease(plain, ())
+    memory.kv_cache.leases.close_lease(plain)
+    memory.kv_cache.leases.end_lease(plain, ())
     careful = memory.kv_cache.open("careful", 24, token_ids=ids, headroom=[0, 3])
     assert careful is not None
-    memory.kv_cache.close(careful)
-    memory.kv_cache.free_lease(careful, ())
+    memory.kv_cache.leases.close_lease(careful)
+    memory.kv_cache.leases.end_lease(careful, ())
     assert memory.kv_cache.open("too careful", 24, token_ids=ids, headroom=[0, 8]) is None
     assert_at_baseline(memory)

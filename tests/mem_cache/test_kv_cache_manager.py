@@ -9,8 +9,8 @@ from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Batch, LeaseState
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.mem_cache.shape import PoolShape
 
 
@@ -28,7 +28,7 @@ def make_kv_cache(
 
 def assert_at_baseline(kv_cache: KVCacheManager) -> None:
     kv_cache.audit.check_pages()
-    pages, rows = kv_cache.counts()
+    pages, rows = kv_cache.audit.counts()
     assert (pages.free, pages.promised, rows.free) == (pages.total, 0, rows.total)
 
 
@@ -85,7 +85,7 @@ def test_closed_lease_cannot_grow():
     kv_cache = make_kv_cache()
     lease = kv_cache.open("a", 8)
     assert lease is not None
-    kv_cache.close(lease)
+    kv_cache.leases.close_lease(lease)
     with pytest.raises(KVCacheError, match="CLOSED"):
         kv_cache.grow(lease, 1)
     release_kv_cache(kv_cache, lease, Outcome.ABORTED)
@@ -98,9 +98,9 @@ def test_shortage_changes_nothing():
     kv_cache = make_kv_cache(pages=4, page_size=4)
     first = kv_cache.open("first", 12)
     assert first is not None
-    before = kv_cache.page_counts()
+    before = kv_cache.audit.page_counts()
     assert kv_cache.open("second", 8) is None
-    assert kv_cache.page_counts() == before
+    assert kv_cache.audit.page_counts() == before
     second = kv_cache.open("second", 4)
     assert second is not None
     assert kv_cache.grow(second, 4)
@@ -127,13 +127,13 @@ def test_pages_that_a_forward_still_reads_are_not_reused():
     assert kv_cache.grow(first, 16)
     steps.launch()
     release_kv_cache(kv_cache, first, Outcome.FINISHED, fences=[StepFence(steps, 1)])
-    assert kv_cache.page_counts()[0].quarantined == 4
+    assert kv_cache.audit.page_counts()[0].quarantined == 4
     assert kv_cache.audit.row_counts().quarantined == 1
     assert kv_cache.open("second", 4) is None
-    assert kv_cache.reclaim() == 0
+    assert kv_cache.allocator.reclaim() == 0
     kv_cache.audit.check_pages()
     steps.end()
-    assert kv_cache.reclaim() == 4
+    assert kv_cache.allocator.reclaim() == 4
     assert_at_baseline(kv_cache)
 
 
@@ -149,9 +149,9 @@ def test_quarantine_waits_for_every_fence():
         kv_cache, lease, Outcome.ABORTED, fences=[StepFence(steps, 1), StepFence(other, 1)]
     )
     steps.end()
-    assert kv_cache.reclaim() == 0
+    assert kv_cache.allocator.reclaim() == 0
     other.end()
-    assert kv_cache.reclaim() == 1
+    assert kv_cache.allocator.reclaim() == 1
     assert_at_baseline(kv_cache)
 
 
@@ -160,7 +160,7 @@ def test_page_table_snapshot_does_not_change_afterwards():
     lease = kv_cache.open("a", 8)
     assert lease is not None
     assert kv_cache.grow(lease, 8)
-    (snapshot,) = kv_cache.page_tables([lease])
+    (snapshot,) = kv_cache.lengths.page_tables([lease])
     kept = snapshot.copy()
     release_kv_cache(kv_cache, lease, Outcome.FINISHED)
     np.testing.assert_array_equal(snapshot, kept)
@@ -186,7 +186,7 @@ def test_a_prefix_that_fills_the_window_pool_does_not_keep_its_own_continuation_
     assert kv_cache.grow(first, 512)
     kv_cache.commit(first, 512)
     release_kv_cache(kv_cache, first, Outcome.FINISHED, token_ids=tokens[:512])
-    assert kv_cache.page_counts()[1].cached_evictable == 32
+    assert kv_cache.audit.page_counts()[1].cached_evictable == 32
     second = kv_cache.open("second", 1000, token_ids=tokens[:999])
     assert second is not None
     assert kv_cache.grow(second, 512), "a promise is kept"
@@ -203,8 +203,8 @@ def test_a_session_does_not_go_back_behind_its_window():
     kv_cache.slide(lease, 512)
     release_kv_cache(kv_cache, lease, Outcome.SAVED)
     with pytest.raises(KVCacheError, match="cannot be cut to 100 tokens"):
-        kv_cache.sessions.borrow(lease, "next turn", 100, 200)
-    assert kv_cache.sessions.borrow(lease, "next turn", 512, 600)
+        kv_cache.leases.borrow(lease, "next turn", 100, 200)
+    assert kv_cache.leases.borrow(lease, "next turn", 512, 600)
     kv_cache.audit.check_pages()
 
 
@@ -215,19 +215,19 @@ def test_a_batch_looks_again_when_a_lease_was_released():
     assert second is not None
     batch = Batch([first, second])
     for tokens in (1, 5, 6):
-        assert kv_cache.grow_all(batch, [tokens, tokens + 2])
-        kv_cache.commit_all(batch, np.array([tokens, tokens + 1]))
-    assert kv_cache.committed(batch).tolist() == [6, 7]
+        assert kv_cache.lengths.grow(batch, [tokens, tokens + 2])
+        kv_cache.lengths.commit(batch, np.array([tokens, tokens + 1]))
+    assert kv_cache.lengths.committed(batch).tolist() == [6, 7]
     assert (first.kv_allocated_len, second.kv_allocated_len) == (6, 8)
     release_kv_cache(kv_cache, first, Outcome.ABORTED)
     third = kv_cache.open("third", 16)
     assert third is not None
-    for late in (kv_cache.grow_all, kv_cache.commit_all):
+    for late in (kv_cache.lengths.grow, kv_cache.lengths.commit):
         with pytest.raises(KVCacheError, match="of first: its lease is RELEASED"):
             late(batch, [7, 8])
     assert (third.kv_allocated_len, second.kv_allocated_len) == (0, 8)
-    assert kv_cache.grow_all(Batch([third, second]), [3, 9])
-    assert kv_cache.grow_all(Batch(), [])
+    assert kv_cache.lengths.grow(Batch([third, second]), [3, 9])
+    assert kv_cache.lengths.grow(Batch(), [])
     kv_cache.audit.check_pages()
 
 
@@ -247,7 +247,7 @@ def test_each_lease_has_a_number():
     lease = kv_cache.open("a", 8)
     assert lease is not None
     with pytest.raises(KVCacheError, match="2 numbers for 1 leases"):
-        kv_cache.grow_all([lease], [1, 2])
+        kv_cache.lengths.grow([lease], [1, 2])
 
 
 def test_room_version_rises_when_there_is_more_room_and_only_then():
@@ -265,25 +265,25 @@ def test_room_version_rises_when_there_is_more_room_and_only_then():
     first, second = kv_cache.open("first", 16), kv_cache.open("second", 8)
     assert first is not None
     assert second is not None
-    assert kv_cache.grow_all([first, second], [16, 8])
-    kv_cache.commit_all([first, second], [16, 8])
+    assert kv_cache.lengths.grow([first, second], [16, 8])
+    kv_cache.lengths.commit([first, second], [16, 8])
     assert kv_cache.open("third", 12) is None
     assert not rose(), "taken, promised and refused"
-    kv_cache.publish(first, tokens)
+    kv_cache.sharing.publish(first, tokens)
     assert rose(), "another may find it"
-    kv_cache.publish(first, tokens)
+    kv_cache.sharing.publish(first, tokens)
     assert not rose(), "the index had it"
-    kv_cache.trim(first, 12)
+    kv_cache.lengths.trim(first, 12)
     assert not rose(), "the page is promised again"
     steps.launch()
     release_kv_cache(kv_cache, second, Outcome.ABORTED, fences=[StepFence(steps, 1)])
     assert not rose(), "quarantined"
-    kv_cache.reclaim()
+    kv_cache.allocator.reclaim()
     assert not rose()
     steps.end()
-    kv_cache.reclaim()
+    kv_cache.allocator.reclaim()
     assert rose(), "reclaimed"
-    kv_cache.close(first)
+    kv_cache.leases.close_lease(first)
     assert rose(), "its promise is broken"
     release_kv_cache(kv_cache, first, Outcome.ABORTED)
     assert rose(), "its row is free, and the prefix is unlocked"

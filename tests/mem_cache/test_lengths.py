@@ -8,7 +8,7 @@ import pytest
 from kvrelay.mem_cache.errors import KVCacheError
 from kvrelay.mem_cache.fence import StepClock, StepFence
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from tests.mem_cache.scenarios import (
     CACHED,
     TOKENS,
@@ -89,10 +89,10 @@ def test_scenario_5_finish_in_a_mixed_batch_with_the_next_step_launched(page_siz
         """One forward for all of them; returns the page tables that it reads."""
         leases = [lease for lease, _ in parts]
         ends = [lease.kv_committed_len + count for lease, count in parts]
-        assert kv_cache.grow_all(leases, ends)
-        kv_cache.commit_all(leases, ends)
+        assert kv_cache.lengths.grow(leases, ends)
+        kv_cache.lengths.commit(leases, ends)
         steps.launch()
-        return kv_cache.page_tables(leases)[0]
+        return kv_cache.lengths.page_tables(leases)[0]
 
     decoding, chunked = kv_cache.open("decoding", 8), kv_cache.open("chunked", 12)
     assert decoding is not None
@@ -109,11 +109,11 @@ def test_scenario_5_finish_in_a_mixed_batch_with_the_next_step_launched(page_siz
     assert release_kv_cache(kv_cache, decoding, Outcome.FINISHED, token_ids=known, fences=fences)
     kept = 5 // page_size if cached else 0
     assert full(memory).quarantined == len(own) - kept
-    assert kv_cache.reclaim() == 0
+    assert kv_cache.allocator.reclaim() == 0
     assert full(memory).held == len(still)
     steps.end()
-    assert kv_cache.reclaim() == len(own) - kept
-    assert kv_cache.reclaim() == 0
+    assert kv_cache.allocator.reclaim() == len(own) - kept
+    assert kv_cache.allocator.reclaim() == 0
     assert times_freed(kv_cache, own[kept:]) == {1}
     assert not release_kv_cache(kv_cache, decoding, Outcome.ABORTED, fences=fences)
     np.testing.assert_array_equal(table, seen)
@@ -133,7 +133,7 @@ def test_scenario_24_committed_length_never_exceeds_the_allocated_one(page_size)
         memory.kv_cache.commit(holder.lease, 6)
     assert state(memory, holder) == before
     with pytest.raises(KVCacheError, match="commit of 6 tokens"):
-        memory.kv_cache.commit_all([holder.lease, holder.lease], [5, 6])
+        memory.kv_cache.lengths.commit([holder.lease, holder.lease], [5, 6])
     assert state(memory, holder) == before
     memory.release(holder, Outcome.ABORTED)
     assert_at_baseline(memory)

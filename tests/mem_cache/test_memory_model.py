@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.shape import PoolShape
 from tests.known import known
 from tests.mem_cache.memory import Holder, Memory
@@ -174,11 +174,11 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.end_forward()
         prompt = max(lease.kv_committed_len, int(share * lease.promised_tokens))
         self.run_to(holder, prompt)
-        before = self.memory.kv_cache.counts()
+        before = self.memory.kv_cache.audit.counts()
         state = [lease.cache_protected_len, lease.tables()]
         promised = min(self.longest, prompt + more)
         if self.memory.fork(holder, choices, promised) is None:
-            assert self.memory.kv_cache.counts() == before, "a refusal changed something"
+            assert self.memory.kv_cache.audit.counts() == before, "a refusal changed something"
             assert [lease.cache_protected_len, lease.tables()] == state
 
     @precondition(lambda self: self.memory.forwards)
@@ -237,9 +237,9 @@ class MemoryMachine(RuleBasedStateMachine):
         if not holder.lease.can_go_back(prefix):
             prefix = high
         promised = min(self.longest, prefix + more)
-        before = self.memory.kv_cache.page_counts()
+        before = self.memory.kv_cache.audit.page_counts()
         if not self.memory.borrow(holder, prefix, promised, fresh_boundary=fresh):
-            assert self.memory.kv_cache.page_counts() == before, "a refusal changed something"
+            assert self.memory.kv_cache.audit.page_counts() == before, "a refusal changed something"
 
     @precondition(lambda self: self.memory.holders)
     @rule(number=st.integers(0))
@@ -272,10 +272,10 @@ class MemoryMachine(RuleBasedStateMachine):
     )
     def bring_back(self, base: int, shared: float, length: float, end: int, namespace: str) -> None:
         count = max(1, int(self.longest * length))
-        before = self.memory.kv_cache.page_counts()
+        before = self.memory.kv_cache.audit.page_counts()
         tokens = self.prompt(base, shared, count, end)[:count]
         if not self.memory.host.bring_back(tokens, namespace):
-            assert self.memory.kv_cache.page_counts() == before, "a refusal changed something"
+            assert self.memory.kv_cache.audit.page_counts() == before, "a refusal changed something"
 
     @precondition(lambda self: self.memory.host.tier)
     @rule()

@@ -14,19 +14,18 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from kvrelay.mem_cache.account import NO_PAGES
-from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease, LeaseState
 from kvrelay.mem_cache.leases.lease_lengths import LeaseLengths
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
 from kvrelay.mem_cache.leases.promises import Promises
 from kvrelay.mem_cache.leases.publishing import PrefixSharing
-from kvrelay.mem_cache.leases.release import Outcome
 from kvrelay.mem_cache.page_allocator import PageAllocator
 from kvrelay.mem_cache.prefix.eviction_queue import EvictionQueue
 from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
 from kvrelay.mem_cache.prefix.radix_forest import RadixForest
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.planting import SEARCH, Faults, find, wrap
 from tests.mem_cache.test_fork import (
     test_choice_ends_before_its_page_is_copied as choice_scenario,
@@ -75,7 +74,7 @@ def skip_the_tail(patch: pytest.MonkeyPatch) -> None:
     """What is allocated beyond what is committed is forgotten."""
 
     def shorter(original: Any, leases: LeaseTable, lease: Lease, pending: Any) -> None:
-        leases._rows.allocated[lease.row] = lease.kv_committed_len
+        leases._rows.set_allocated(lease.row, lease.kv_committed_len)
         original(leases, lease, pending)
 
     wrap(patch, LeaseTable, "end_lease", shorter)
@@ -98,17 +97,15 @@ def never_unlock(patch: pytest.MonkeyPatch) -> None:
 @FAULTS.add
 def publish_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
     def more(
-        original: Any, kv_cache: KVCacheManager, lease: Lease, tokens: Any, pending: Any = ()
+        original: Any, sharing: PrefixSharing, lease: Lease, tokens: Any, pending: Any = ()
     ) -> None:
-        end = min(
-            -(-len(tokens) // kv_cache.shape.page_size) * kv_cache.shape.page_size,
-            lease.kv_allocated_len,
-        )
-        kv_cache._lengths._rows.committed[lease.row] = max(lease.kv_committed_len, end)
+        end = -(-len(tokens) // lease.page_size) * lease.page_size
+        end = min(end, lease.kv_allocated_len)
+        sharing._lengths._rows.set_committed(lease.row, max(lease.kv_committed_len, end))
         padded = np.concatenate([tokens, np.zeros(max(0, end - len(tokens)), np.int32)])
-        original(kv_cache, lease, padded, pending)
+        original(sharing, lease, padded, pending)
 
-    wrap(patch, KVCacheManager, "publish", more)
+    wrap(patch, PrefixSharing, "publish", more)
 
 
 @FAULTS.add
@@ -116,15 +113,15 @@ def publish_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """What a forward still writes is found by others."""
 
     def early(
-        original: Any, kv_cache: KVCacheManager, lease: Lease, tokens: Any, pending: Any = ()
+        original: Any, sharing: PrefixSharing, lease: Lease, tokens: Any, pending: Any = ()
     ) -> bool:
         # Tokens repeat in this model, so the ones that are not known here are guessed well.
         more = np.full(
             max(0, lease.kv_committed_len - len(tokens)), tokens[-1] if len(tokens) else 1, np.int32
         )
-        return bool(original(kv_cache, lease, np.concatenate([tokens, more]), pending))
+        return bool(original(sharing, lease, np.concatenate([tokens, more]), pending))
 
-    wrap(patch, KVCacheManager, "publish_settled", early)
+    wrap(patch, PrefixSharing, "publish_settled", early)
 
 
 @FAULTS.add
@@ -214,7 +211,7 @@ def grow_without_recording_it(patch: pytest.MonkeyPatch) -> None:
         for lease, length in zip(leases, before, strict=True):
             if length:
                 less = max(length, lease.kv_allocated_len - lease.page_size)
-                lengths._rows.allocated[lease.row] = less
+                lengths._rows._allocated[lease.row] = less
         return grown
 
     wrap(patch, LeaseLengths, "grow", silent)
@@ -223,7 +220,7 @@ def grow_without_recording_it(patch: pytest.MonkeyPatch) -> None:
 @FAULTS.add
 def release_a_session_as_a_request(patch: pytest.MonkeyPatch) -> None:
     def close(leases: LeaseTable, lease: Lease) -> None:
-        leases._rows.states[lease.row] = LeaseState.CLOSED
+        leases._rows.set_state(lease.row, LeaseState.CLOSED)
 
     patch.setattr(LeaseTable, "close_lease", close)
 
@@ -268,11 +265,11 @@ def share_without_a_lock(patch: pytest.MonkeyPatch) -> None:
 def share_the_unaligned_page(patch: pytest.MonkeyPatch) -> None:
     """The choices' last pages keep what they had before."""
 
-    def fork(original: Any, kv_cache: KVCacheManager, *args: Any, **kw: Any) -> Any:
-        forked = original(kv_cache, *args, **kw)
+    def fork(original: Any, sharing: PrefixSharing, *args: Any, **kw: Any) -> Any:
+        forked = original(sharing, *args, **kw)
         return forked and replace(forked, copies=forked.copies[1:])
 
-    wrap(patch, KVCacheManager, "fork", fork)
+    wrap(patch, PrefixSharing, "fork", fork)
 
 
 RARE: dict[str, Callable[[], None]] = {

@@ -16,9 +16,9 @@ from kvrelay.mem_cache.host.host_page import HostPage, HostPageState
 from kvrelay.mem_cache.host.host_pages import HostPages
 from kvrelay.mem_cache.host.host_tier import HostTier
 from kvrelay.mem_cache.host.tier_copies import CopyEnded, PageMoves
-from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.page_allocator import PageAllocator
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from kvrelay.wire.page_hash import PageHashes
 from tests.known import known
 from tests.mem_cache.host_model import HostModel
@@ -52,7 +52,7 @@ class HostMachine(MemoryMachine):
         The index loses what nobody uses.
         """
         cache = self.memory.kv_cache
-        counts = cache.page_counts()[0]
+        counts = cache.audit.page_counts()[0]
         room = counts.free + counts.cached_evictable - counts.promised
         tokens = min(room * self.memory.page_size, self.longest)
         lease = cache.open_uncounted("all the room", tokens) if tokens > 0 else None
@@ -153,7 +153,7 @@ def hash_without_salt(patch: pytest.MonkeyPatch) -> None:
 @FAULTS.add
 def copy_of_a_page_that_was_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        KVCacheManager, "times_allocated", lambda cache, pool, pages: np.zeros(len(pages))
+        PageAllocator, "times_allocated", lambda allocator, pool, pages: np.zeros(len(pages))
     )
 
 

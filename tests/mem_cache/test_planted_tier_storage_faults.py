@@ -12,9 +12,9 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvrelay.mem_cache.host.host_page import HostPage, HostPageState
 from kvrelay.mem_cache.host.host_pages import HostPages
+from kvrelay.mem_cache.host.storage_tier import Prefetch, StorageTier
 from kvrelay.mem_cache.storage.storage_orders import StorageEnded
 from kvrelay.mem_cache.storage.storage_pages import StoreState
-from kvrelay.mem_cache.storage.storage_tier import Prefetch, StorageTier
 from kvrelay.wire.page_hash import PageHashes
 from tests.known import known
 from tests.mem_cache.memory import Holder

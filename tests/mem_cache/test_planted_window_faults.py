@@ -15,7 +15,7 @@ from kvrelay.mem_cache.host.host_pages import HostPages
 from kvrelay.mem_cache.host.host_windows import HostWindow
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.leases.lease import Lease
-from kvrelay.mem_cache.prefix.radix_windows import RadixWindows
+from kvrelay.mem_cache.prefix.radix_tree import RadixWindows
 from tests.known import known
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
 from tests.mem_cache.test_planted_host_faults import NOBODYS, HostMachine
@@ -42,13 +42,13 @@ class WindowMachine(HostMachine):
     def push_out(self) -> None:
         """Take all the room of each pool, for a moment, and write into it."""
         cache = self.memory.kv_cache
-        for pool, counts in enumerate(cache.page_counts()):
+        for pool, counts in enumerate(cache.audit.page_counts()):
             room = counts.free + counts.cached_evictable - counts.promised
             if room > 0:
                 share = (("all the room", room),)
-                pages = cache._allocator.allocate(pool, share)
+                pages = cache.allocator.allocate(pool, share)
                 self.memory.contents[pool][pages] = NOBODYS
-                cache._allocator.free(pool, share, pages)
+                cache.allocator.free(pool, share, pages)
 
     @precondition(lambda self: known(self.memory.host.tier).loads._running)
     @rule()

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.mem_cache.account import Owner
 from kvrelay.mem_cache.audit import OwnerRun
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.scenarios import (
     OTHERS,
     TOKENS,
@@ -65,9 +65,9 @@ def test_scenario_37_protected_length_stays_when_the_index_changes_after_plannin
     memory = make(4, 12)
     earlier = holding(memory, 8, 8)
     memory.release(earlier, Outcome.FINISHED)
-    in_the_way, before = start(memory, OTHERS, 8 * 4), memory.kv_cache.counts()
+    in_the_way, before = start(memory, OTHERS, 8 * 4), memory.kv_cache.audit.counts()
     assert memory.open(TOKENS, 6 * 4) is None, "planned, and refused"
-    assert memory.kv_cache.counts() == before
+    assert memory.kv_cache.audit.counts() == before
     memory.release(in_the_way, Outcome.ABORTED)
     planned = start(memory, TOKENS, 16)
     assert lengths(planned.lease) == (8, 8, 8)
@@ -114,7 +114,7 @@ def test_scenario_49_duplicate_that_a_peer_still_reads_is_neither_freed_nor_reus
     ]
     assert sum(run.num_pages for run in owners) == memory.kv_cache.shape.pools[0].total_pages
     assert owners[-1].owner is Owner.FREE
-    assert memory.kv_cache.reclaim() == 0
+    assert memory.kv_cache.allocator.reclaim() == 0
     third = start(memory, OTHERS, 72)
     pull = memory.pull(third, 72)
     assert pull is not None
@@ -123,7 +123,7 @@ def test_scenario_49_duplicate_that_a_peer_still_reads_is_neither_freed_nor_reus
     assert memory.open(OTHERS, 4, known=0) is None
     memory.check()  # what the peer reads is right
     memory.release(first, Outcome.HANDED_OVER)  # ends its stream
-    assert memory.kv_cache.reclaim() == 12
+    assert memory.kv_cache.allocator.reclaim() == 12
     assert times_freed(memory.kv_cache, range(12)) == {1}
     fourth = start(memory, OTHERS, 48, known=0)
     assert memory.kv_cache.grow(fourth.lease, 48)
@@ -186,7 +186,7 @@ def test_scenario_50_what_a_running_forward_uses_is_never_evicted(use):
         compute(memory, first, 8)
     else:
         assert memory.compute(first, 8)
-        kv_cache.publish(first.lease, first.ids(8), memory.pending(first))  # too early
+        kv_cache.sharing.publish(first.lease, first.ids(8), memory.pending(first))  # too early
     assert memory.compute(first, 1)
     memory.release(first, Outcome.FINISHED)
     counts = full(memory)
@@ -201,7 +201,7 @@ def test_scenario_50_what_a_running_forward_uses_is_never_evicted(use):
     while memory.forwards:
         memory.end_forward()  # checks what it read
     assert not kv_cache.grow(other.lease, 16), "nobody has looked at the fences yet"
-    assert kv_cache.reclaim() == 1
+    assert kv_cache.allocator.reclaim() == 1
     assert kv_cache.grow(other.lease, 24)
     assert kv_cache.cache_counts.evicted_pages == 2
     memory.check()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvrelay.mem_cache.errors import KVCacheError
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.leases.rows import Rows
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
 from tests.mem_cache.scenarios import (
     CACHED,
     OTHERS,
@@ -86,11 +87,11 @@ def test_scenario_9_aborted_chunk_holds_nothing_when_its_forward_ends():
     assert (full(memory).held, full(memory).promised, full(memory).quarantined) == (0, 0, 4)
     assert memory.open(OTHERS, 4) is None, "the forward still uses the row"
     memory.end_forward()  # the result comes
-    for late in (memory.kv_cache.commit, memory.kv_cache.grow, memory.kv_cache.trim):
+    for late in (memory.kv_cache.commit, memory.kv_cache.grow, memory.kv_cache.lengths.trim):
         with pytest.raises(KVCacheError, match="RELEASED"):
             late(chunked.lease, 24)
     assert not release_kv_cache(memory.kv_cache, chunked.lease, Outcome.FINISHED)
-    assert memory.kv_cache.reclaim() == 4
+    assert memory.kv_cache.allocator.reclaim() == 4
     assert times_freed(memory.kv_cache, own) == {1}
     assert full(memory).free == full(memory).total, "nothing of it was published"
     assert_at_baseline(memory)
@@ -102,7 +103,59 @@ def test_scenario_9_result_that_comes_late_publishes_nothing():
     memory.release(aborted, Outcome.ABORTED)
     other = holding(memory, 8, 8, tokens=OTHERS)
     with pytest.raises(KVCacheError, match="RELEASED"):
-        memory.kv_cache.publish(aborted.lease, aborted.ids(8))
+        memory.kv_cache.sharing.publish(aborted.lease, aborted.ids(8))
     assert full(memory).held == 2
     memory.release(other, Outcome.ABORTED)
     assert_at_baseline(memory)
+
+
+@pytest.mark.parametrize(("change", "value"), [
+    pytest.param("set_allocated", 7, id="allocated-below-committed"),
+    pytest.param("set_committed", 3, id="committed-below-protected"),
+    pytest.param("set_committed", 13, id="committed-beyond-allocated"),
+])  # fmt: skip
+def test_rows_assert_the_order_of_lengths_at_every_change(change, value):
+    rows = rows_of_lengths(4, 8, 12)
+    with pytest.raises(AssertionError):
+        getattr(rows, change)(0, value)
+    assert (rows.protected[0], rows.committed[0], rows.allocated[0]) == (4, 8, 12)
+
+
+@pytest.mark.parametrize("wrong", [7, 13])
+def test_rows_raise_the_lengths_of_all_or_of_none(wrong):
+    rows, both = rows_of_lengths(4, 8, 12), np.array([1, 0])
+    assert rows.raise_committed(both, np.array([0, wrong])).tolist() == [1]
+    rows.raise_allocated(both, np.array([16, 7]))
+    assert rows.raise_committed(both, np.array([16, 12])).tolist() == []
+    assert rows.committed.tolist() == [12, 16, 0]
+    assert rows.allocated.tolist() == [12, 16, 0]
+
+
+@pytest.mark.parametrize("tokens", [2, 12, -4])
+def test_rows_protect_whole_pages_of_what_is_committed_alone(tokens):
+    rows = rows_of_lengths(4, 8, 12)
+    with pytest.raises(AssertionError):
+        rows.protect(0, [np.array([3], np.int32)], tokens)
+    assert rows.page_tables[0, 0].tolist() == [1, -1, -1, -1]
+
+
+def test_nobody_else_can_write_into_the_arrays_of_rows():
+    rows = rows_of_lengths(4, 8, 12)
+    shown = {name: one for name, one in vars(rows).items() if name[0] != "_"}
+    arrays = {name for name, one in shown.items() if isinstance(one, np.ndarray)}
+    assert arrays == {
+        "states", "committed", "allocated", "protected", "promised_tokens", "promised_pages",
+        "frontiers", "page_tables",
+    }  # fmt: skip
+    for name in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            shown[name][..., 0] = 1
+
+
+def rows_of_lengths(protected: int, committed: int, allocated: int) -> Rows:
+    """Two rows of four pages of four tokens, of which the first has these lengths."""
+    rows = Rows(1, 2, 4, 4)
+    rows.set_allocated(0, allocated)
+    rows.set_committed(0, committed)
+    rows.protect(0, [np.array([1], np.int32)], protected)
+    return rows

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvrelay.mem_cache.errors import KVCacheError
-from kvrelay.mem_cache.leases.lease import LeaseState
-from kvrelay.mem_cache.leases.release import Outcome, release_kv_cache
-from kvrelay.mem_cache.leases.session_memory import SessionMemory
+from kvrelay.mem_cache.fence import Fence
+from kvrelay.mem_cache.leases.lease import Lease, LeaseState
+from kvrelay.mem_cache.release import Outcome, release_kv_cache
+from kvrelay.mem_cache.session_memory import SessionMemory
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (
     OTHERS,
@@ -25,6 +28,19 @@ from tests.mem_cache.scenarios import (
     state,
     times_freed,
 )
+
+
+def save(
+    memory: Memory,
+    sessions: SessionMemory[str],
+    name: str,
+    lease: Lease,
+    fences: Sequence[Fence] = (),
+) -> None:
+    """End a turn well."""
+    outcome = sessions.keep(name, lease)
+    assert outcome is Outcome.SAVED
+    assert release_kv_cache(memory.kv_cache, lease, outcome, fences=fences)
 
 
 @pytest.mark.parametrize(("allocated", "tail"), [
@@ -112,14 +128,14 @@ def test_scenario_17_admission_refused_twice_after_a_restore(refused_by):
 def test_scenario_18_turn_is_aborted_and_all_that_it_held_comes_back(later, page_size):
     """A first turn of A=20; a later one of A=65 that began with a session of A=50."""
     memory = make(page_size, 80 // page_size, rows=2)
-    kv_cache, sessions = memory.kv_cache, SessionMemory(memory.kv_cache)
+    kv_cache, sessions = memory.kv_cache, SessionMemory[str](memory.kv_cache)
     tokens, held = (50, 65) if later else (20, 20)
     lease = kv_cache.open("turn", tokens)
     assert lease is not None
     assert kv_cache.grow(lease, tokens)
     if later:
         kv_cache.commit(lease, 50)
-        sessions.save("s", lease)
+        save(memory, sessions, "s", lease)
         assert full(memory).session == 50 // page_size
         assert sessions.borrow("s", "turn'", 50, 65) is lease
         assert kv_cache.grow(lease, 65)
@@ -133,31 +149,31 @@ def test_scenario_18_turn_is_aborted_and_all_that_it_held_comes_back(later, page
         assert "s" not in sessions
         again = kv_cache.open("again", 65)
         assert again is not None
-        sessions.save("s", again)
+        save(memory, sessions, "s", again)
         sessions.close("s")
     assert_at_baseline(memory)
 
 
 def test_scenario_19_second_turn_cancelled_before_it_starts_leaves_the_first_alone():
     memory = make(4, 12)
-    sessions = SessionMemory(memory.kv_cache)
+    sessions = SessionMemory[str](memory.kv_cache)
     first = holding(memory, 10, 12)
-    sessions.save("s", first.lease)
+    save(memory, sessions, "s", first.lease)
     assert sessions.borrow("s", "first", 10, 20) is first.lease
     assert memory.compute(first, 4)
     before = state(memory, first)
     with pytest.raises(KVCacheError, match="lent to a turn"):
         sessions.borrow("s", "second", 10, 20)
     with pytest.raises(KVCacheError, match="Lease"):
-        memory.kv_cache.sessions.borrow(first.lease, "second", 10, 20)
+        memory.kv_cache.leases.borrow(first.lease, "second", 10, 20)
     assert state(memory, first) == before
     memory.end_forward()
     compute(memory, first, 2)
-    sessions.save("s", first.lease, memory.readers(first))
+    save(memory, sessions, "s", first.lease, memory.readers(first))
     assert lengths(first.lease) == (0, 16, 16)
     assert sessions.borrow("s", "third", 16, 20) is first.lease
     compute(memory, first, 4)
-    sessions.save("s", first.lease)
+    save(memory, sessions, "s", first.lease)
     memory.holders.remove(first)
     sessions.close("s")
     assert_at_baseline(memory)
@@ -166,9 +182,9 @@ def test_scenario_19_second_turn_cancelled_before_it_starts_leaves_the_first_alo
 @pytest.mark.parametrize("ends", ["saved", "rolled back", "aborted"])
 def test_scenario_20_session_closed_while_its_turn_decodes_is_released_once_after_it(ends):
     memory = make(4, 12)
-    sessions = SessionMemory(memory.kv_cache)
+    sessions = SessionMemory[str](memory.kv_cache)
     turn = holding(memory, 10, 12)
-    sessions.save("s", turn.lease)
+    save(memory, sessions, "s", turn.lease)
     assert sessions.borrow("s", "turn", 10, 24) is turn.lease
     generate(memory, turn, 2, 2, overlap=True)
     pages = turn.lease.pages()
@@ -179,11 +195,12 @@ def test_scenario_20_session_closed_while_its_turn_decodes_is_released_once_afte
     memory.holders.remove(turn)
     fences = memory.readers(turn)
     if ends == "saved":
-        sessions.save("s", turn.lease, fences)
+        outcome = sessions.keep("s", turn.lease)
     elif ends == "rolled back":
-        sessions.roll_back("s", fences)
+        outcome = sessions.roll_back("s", fences)
     else:
-        sessions.forget("s", fences)
+        outcome = sessions.forget("s")
+    assert release_kv_cache(memory.kv_cache, turn.lease, outcome, fences=fences)
     assert "s" not in sessions
     assert turn.lease.state is LeaseState.RELEASED
     assert (full(memory).session, full(memory).quarantined) == (0, 4)
@@ -197,13 +214,13 @@ def test_scenario_20_session_closed_while_its_turn_decodes_is_released_once_afte
 
 def test_scenario_21_lent_session_is_counted_once_while_its_turn_runs():
     memory = make(4, 12)
-    sessions = SessionMemory(memory.kv_cache)
+    sessions = SessionMemory[str](memory.kv_cache)
     holder = holding(memory, 14, 18, protected=8)
-    sessions.save("s", holder.lease)
+    save(memory, sessions, "s", holder.lease)
 
     def account() -> tuple[int, ...]:
         memory.kv_cache.audit.check_pages()
-        pages, rows = memory.kv_cache.counts()
+        pages, rows = memory.kv_cache.audit.counts()
         return (pages.held, pages.session, pages.cached_protected, rows.held, rows.session)
 
     assert account() == (0, 3, 2, 0, 1)
@@ -213,7 +230,7 @@ def test_scenario_21_lent_session_is_counted_once_while_its_turn_runs():
     assert account() == (3, 0, 2, 1, 0)
     assert len(sessions) == 1
     memory.holders.remove(holder)
-    sessions.save("s", holder.lease, memory.readers(holder))
+    save(memory, sessions, "s", holder.lease, memory.readers(holder))
     assert account() == (0, 3, 2, 0, 1)
     sessions.close("s")
     assert account() == (0, 0, 2, 0, 0)
@@ -221,63 +238,46 @@ def test_scenario_21_lent_session_is_counted_once_while_its_turn_runs():
     assert_at_baseline(memory)
 
 
-def idle_sessions(*names: str) -> tuple[Memory, SessionMemory, list[float]]:
-    """Sessions of two pages each, saved at seconds 0, 1 and so on, and nothing free."""
+def idle_sessions(*names: str) -> tuple[Memory, SessionMemory[str]]:
+    """Sessions of two pages each, saved one after the other, and nothing free."""
     memory = make(4, 2 * len(names))
-    now = [0.0]
-    sessions = SessionMemory(memory.kv_cache, lambda: now[0])
+    sessions = SessionMemory[str](memory.kv_cache)
     for name in names:
         holder = holding(memory, 8, 8)
         memory.holders.remove(holder)
-        sessions.save(name, holder.lease)
-        now[0] += 1
-    return memory, sessions, now
+        save(memory, sessions, name, holder.lease)
+    return memory, sessions
 
 
 def test_the_session_that_was_idle_for_longest_makes_room_never_one_that_is_lent():
-    memory, sessions, _ = idle_sessions("first", "second", "third")
+    memory, sessions = idle_sessions("first", "second", "third")
     turn = sessions.borrow("first", "turn", 8, 8)
     assert turn is not None
     assert memory.kv_cache.open("refused", 8) is None
     assert sessions.evict_oldest() == "second"
     assert full(memory).free == 2
-    sessions.save("first", turn)
+    save(memory, sessions, "first", turn)
     assert [sessions.evict_oldest() for _ in range(3)] == ["third", "first", None]
-    assert_at_baseline(memory)
-
-
-def test_sessions_expire_when_they_have_been_idle_for_so_long_but_not_while_they_are_lent():
-    memory, sessions, now = idle_sessions("first", "second", "third")
-    turn = sessions.borrow("first", "turn", 8, 8)
-    assert turn is not None
-    now[0] = 11
-    assert sessions.expire(11) == []
-    assert sessions.expire(10) == ["second"]
-    sessions.save("first", turn)
-    assert sessions.expire(1) == ["third"]
-    assert "first" in sessions
-    now[0] += 1
-    assert sessions.expire(1) == ["first"]
     assert_at_baseline(memory)
 
 
 @pytest.mark.parametrize("ends", ["saved", "rolled back", "aborted"])
 def test_scenario_20_turn_that_computes_nothing_keeps_the_fences_of_the_one_before(ends):
     memory = make(4, 6)
-    sessions = SessionMemory(memory.kv_cache)
+    sessions = SessionMemory[str](memory.kv_cache)
     holder = start(memory, TOKENS, 24)
     generate(memory, holder, 8, 2, overlap=True)
     memory.holders.remove(holder)
-    sessions.save("s", holder.lease, memory.readers(holder))
+    save(memory, sessions, "s", holder.lease, memory.readers(holder))
     assert sessions.borrow("s", "turn", 9, 20) is holder.lease
     if ends == "saved":
-        sessions.save("s", holder.lease)
+        save(memory, sessions, "s", holder.lease)
         sessions.close("s")
     elif ends == "rolled back":
-        assert sessions.roll_back("s")
+        assert release_kv_cache(memory.kv_cache, holder.lease, sessions.roll_back("s"))
         sessions.close("s")
     else:
-        sessions.forget("s")
+        assert release_kv_cache(memory.kv_cache, holder.lease, sessions.forget("s"))
     assert (full(memory).quarantined, full(memory).free) == (3, 3)
     end_all_forwards(memory)
     assert_at_baseline(memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (
     CACHED,
@@ -117,7 +117,7 @@ def windowed(cached: bool = True, window_pages: int = 9) -> Memory:
 
 
 def window_protected(memory: Memory) -> int:
-    return memory.kv_cache.page_counts()[1].cached_protected
+    return memory.kv_cache.audit.page_counts()[1].cached_protected
 
 
 @CACHED
@@ -130,7 +130,7 @@ def test_a_window_that_has_passed_what_was_published_locks_it_no_longer(cached):
     assert window_protected(memory) == (2 if cached else 0)
     generate(memory, first, 1, 20, overlap=False)
     assert window_protected(memory) == 0
-    assert memory.kv_cache.page_counts()[0].cached_protected == (2 if cached else 0)
+    assert memory.kv_cache.audit.page_counts()[0].cached_protected == (2 if cached else 0)
     memory.release(first, Outcome.FINISHED)
     end_all_forwards(memory)
     assert_at_baseline(memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from tests.mem_cache.scenarios import (
     OTHERS,
     TOKENS,
@@ -33,7 +33,7 @@ def test_scenario_22_rejected_drafts_free_no_page_of_an_accepted_token(committed
     compute(memory, holder, 6)
     assert lengths(holder.lease) == (0, committed + 6, committed + 6)
     pages = holder.lease.pages()
-    memory.kv_cache.trim(holder.lease, accepted)
+    memory.kv_cache.lengths.trim(holder.lease, accepted)
     holder.written = accepted
     holder.tokens[accepted:] = TOKENS[accepted:]
     kept = -(-accepted // 4)
@@ -54,11 +54,11 @@ def test_scenario_23_draft_path_moves_the_allocated_length_in_the_same_call():
     kv_cache = memory.kv_cache
     first, second = holding(memory, 7, 7), holding(memory, 8, 8, tokens=OTHERS)
     leases = [first.lease, second.lease]
-    assert kv_cache.grow_all(leases, [7 + 5, 8 + 5])
+    assert kv_cache.lengths.grow(leases, [7 + 5, 8 + 5])
     assert [lengths(lease) for lease in leases] == [(0, 7, 12), (0, 8, 13)]
     assert [len(lease.own_pages()) for lease in leases] == [3, 4]
     assert (full(memory).held, full(memory).free) == (7, 0)
-    assert not kv_cache.grow_all(leases, [12 + 1, 13 + 3]), "one page is short"
+    assert not kv_cache.lengths.grow(leases, [12 + 1, 13 + 3]), "one page is short"
     assert [lengths(lease) for lease in leases] == [(0, 7, 12), (0, 8, 13)]
     memory.release(first, Outcome.FINISHED)
     assert (full(memory).held, full(memory).free) == (4, 2)
@@ -79,10 +79,10 @@ def test_scenario_25_reserve_shrinks_between_steps_and_takes_nothing_from_a_runn
     assert lengths(holder.lease) == (0, 17, 17)
     pages = holder.lease.pages()
     memory.end_forward()  # N: two drafts are accepted, while N+1 runs
-    memory.kv_cache.trim(holder.lease, 11, memory.pending(holder))
+    memory.kv_cache.lengths.trim(holder.lease, 11, memory.pending(holder))
     assert lengths(holder.lease) == (0, 11, 12)
     assert (full(memory).held, full(memory).quarantined, full(memory).free) == (3, 2, 1)
-    assert memory.kv_cache.reclaim() == 0
+    assert memory.kv_cache.allocator.reclaim() == 0
     other = start(memory, OTHERS, 4, known=0)
     pull = memory.pull(other, 4)
     assert pull is not None
@@ -90,7 +90,7 @@ def test_scenario_25_reserve_shrinks_between_steps_and_takes_nothing_from_a_runn
     assert memory.open(OTHERS, 4, known=0) is None
     memory.end_forward()  # N+1 read and wrote its own pages
     holder.written = 11
-    assert memory.kv_cache.reclaim() == 2
+    assert memory.kv_cache.allocator.reclaim() == 2
     assert times_freed(memory.kv_cache, pages[3:]) == {1}
     memory.check()
     memory.release(other, Outcome.ABORTED)
@@ -103,7 +103,7 @@ def test_scenario_22_promise_outlives_rejected_drafts():
     memory = make(4, 4)
     holder = start(memory, TOKENS, 16)
     compute(memory, holder, 7, 6)
-    memory.kv_cache.trim(holder.lease, 10)
+    memory.kv_cache.lengths.trim(holder.lease, 10)
     other = memory.open(OTHERS, 4)
     assert other is None or not memory.kv_cache.grow(other.lease, 4)
     assert memory.kv_cache.grow(holder.lease, 16), "a promise was broken"

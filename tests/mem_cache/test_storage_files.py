@@ -239,7 +239,7 @@ def test_each_broken_record_is_read_as_often(tmp_path: Path):
 HANG_AT_THE_END = """
 import sys, threading, time
 from pathlib import Path
-from kvrelay.mem_cache import storage_files
+from kvrelay.mem_cache.storage import storage_files
 from tests.mem_cache.stored_files import Worker, prompt
 began = threading.Event()
 def hang(files):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.mem_cache.host.host_pages import HostPages
+from kvrelay.mem_cache.host.storage_tier import HANG_SECONDS, MOST_LOOKS, Prefetch, StorageTier
 from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.storage.storage_orders import (
     Fetch,
@@ -14,7 +15,6 @@ from kvrelay.mem_cache.storage.storage_orders import (
     Store,
 )
 from kvrelay.mem_cache.storage.storage_pages import RETRY_SECONDS, StoreState
-from kvrelay.mem_cache.storage.storage_tier import HANG_SECONDS, MOST_LOOKS, Prefetch, StorageTier
 from tests.known import known
 
 WELL, FULL = StoreState(None), StoreState(None, write_error="the disk is full")

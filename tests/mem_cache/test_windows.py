@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.mem_cache.leases.release import Outcome
+from kvrelay.mem_cache.release import Outcome
 from kvrelay.mem_cache.shape import PoolShape
 from tests.mem_cache.memory import Memory
 from tests.mem_cache.scenarios import (
@@ -45,7 +45,7 @@ def test_scenario_6_end_of_sequence_with_a_window_frees_the_last_slot(overlap, c
     memory.release(holder, Outcome.FINISHED)
     end_all_forwards(memory)
     kept = [8, 3] if cached else [0, 0]
-    for pool, counts in enumerate(memory.kv_cache.page_counts()):
+    for pool, counts in enumerate(memory.kv_cache.audit.page_counts()):
         assert counts.cached_evictable == kept[pool]
         assert counts.free == counts.total - kept[pool]
     if overlap or not cached:
@@ -57,10 +57,10 @@ def test_scenario_6_end_of_sequence_with_a_window_frees_the_last_slot(overlap, c
 def test_scenario_26_budget_without_the_page_of_margin_is_refused():
     memory = make(4, 40, window=8, window_pages=7, ahead=4)
     first = start(memory, TOKENS, 40)
-    before = memory.kv_cache.counts()
+    before = memory.kv_cache.audit.counts()
     assert before[1].free - before[1].promised == (8 + 4) // 4
     assert memory.open(OTHERS, 40) is None
-    assert memory.kv_cache.counts() == before
+    assert memory.kv_cache.audit.counts() == before
     most = 0
     for count in (1, *[4] * 9, 3):
         memory.slide(first)
@@ -108,17 +108,17 @@ def test_scenario_28_what_one_pool_grants_goes_back_when_the_other_refuses(
 ):
     memory = make(4, full_pages, window=8, window_pages=window_pages, ahead=4)
     first = start(memory, TOKENS, 40)
-    before = memory.kv_cache.counts()
+    before = memory.kv_cache.audit.counts()
     assert memory.open(OTHERS, 40) is None
-    assert memory.kv_cache.counts() == before
+    assert memory.kv_cache.audit.counts() == before
     second = start(memory, OTHERS, 4)
     compute(memory, second, 4)
     unchanged = state(memory, second)
     assert not memory.compute(second, 4)
-    assert not memory.kv_cache.grow_all([first.lease, second.lease], [4, 8])
+    assert not memory.kv_cache.lengths.grow([first.lease, second.lease], [4, 8])
     assert lengths(first.lease) == (0, 0, 0)
     assert state(memory, second) == unchanged
-    assert [counts.held for counts in memory.kv_cache.page_counts()] == [1, 1]
+    assert [counts.held for counts in memory.kv_cache.audit.page_counts()] == [1, 1]
     memory.release(first, Outcome.ABORTED)
     compute(memory, second, 4)
     memory.release(second, Outcome.FINISHED)
@@ -182,7 +182,7 @@ def test_scenario_30_evicted_frontier_never_empties_a_leaf_of_the_index():
     publish(memory, first)
     assert lengths(first.lease) == (128, 150, 150)
     memory.release(first, Outcome.FINISHED)
-    evictable = [counts.cached_evictable for counts in memory.kv_cache.page_counts()]
+    evictable = [counts.cached_evictable for counts in memory.kv_cache.audit.page_counts()]
     assert evictable == [2, 1]
     second = start(memory, TOKENS, 151)
     assert second.lease.cache_protected_len == 128
@@ -222,7 +222,7 @@ def test_scenario_49_promises_are_kept_when_a_window_finds_duplicates():
     others = [start(memory, OTHERS, 16, known=0) for _ in range(2)]
     publish(memory, second)
     memory.kv_cache.audit.check_pages()
-    assert memory.kv_cache.grow_all([other.lease for other in others], [16, 16])
+    assert memory.kv_cache.lengths.grow([other.lease for other in others], [16, 16])
     for holder in list(memory.holders):
         memory.release(holder, Outcome.ABORTED)
     assert_at_baseline(memory)
@@ -246,7 +246,7 @@ def test_promise_is_kept_when_window_pages_are_published_on_the_way():
     for holder in [first, *([other] if other else [])]:
         memory.release(holder, Outcome.ABORTED)
     memory.reclaim()
-    assert kv_cache.page_counts()[1].promised == 0
+    assert kv_cache.audit.page_counts()[1].promised == 0
     assert_at_baseline(memory)
 
 

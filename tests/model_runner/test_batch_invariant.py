@@ -12,6 +12,7 @@ import torch
 from _pytest.mark import ParameterSet
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.product_units import UNITS, be_a_processor_of
@@ -123,6 +124,26 @@ def test_alone_equals_in_chunks_beside_others(
     if dtype == "bfloat16":
         be_a_processor_of(unit, monkeypatch)
     runner = ModelRunner(models.folder(name), dtype, "cpu", batch_invariant=True)
+    expected = alone(runner, tokens)
+    assert torch.equal(in_chunks_beside_others(runner, tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3-window", "bfloat16"),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name, dtype in [("llama", "float32"), (LATENT[0], "bfloat16")]
+        ),
+    ],
+)
+def test_kv_in_fp8_is_read_as_it_was_written(
+    name: str, dtype: str, models: Models, tokens: list[int]
+) -> None:
+    runner = ModelRunner(
+        models.folder(name), dtype, "cpu", batch_invariant=True, kv_dtype=KVDtype.FP8_E4M3
+    )
     expected = alone(runner, tokens)
     assert torch.equal(in_chunks_beside_others(runner, tokens), expected)
 

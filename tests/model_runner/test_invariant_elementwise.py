@@ -154,6 +154,27 @@ def test_no_bit_depends_on_where_arrays_lie(name: str, width: int) -> None:
 
 
 @DTYPES
+def test_rows_with_gaps_are_not_added_up(dtype: torch.dtype) -> None:
+    """Kernels add them in another order than rows without gaps, and than a single row."""
+    elementwise = make_elementwise(dtype, CPU, True)
+    x = torch.randn(5, 131).to(dtype)
+    with pytest.raises(AssertionError, match="not contiguous"):
+        norm(elementwise, x[:, :70])
+    assert torch.equal(norm(elementwise, x[:1, :70]), norm(elementwise, x[:1, :70].contiguous()))
+    heads = torch.randn(5, 3, 131).to(dtype)[:, :, :70]
+    weight = weight_of(70, dtype)
+    with pytest.raises(AssertionError, match="not contiguous"):
+        elementwise.rms_norm_heads(heads, HeadNormWeights.of(weight, weight, 1, 1), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_columns_are_brought_together_first(name: str) -> None:
+    elementwise, x = make_elementwise(torch.float32, CPU, True), 4 * torch.randn(131, 64)
+    expected = activate(name, elementwise, x.t().contiguous())
+    assert torch.equal(activate(name, elementwise, x.t()), expected)
+
+
+@DTYPES
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_they_differ_from_torchs_by_its_last_bits(name: str, dtype: torch.dtype) -> None:
     function = FUNCTIONS[name]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.validation import Validator
-from kvrelay.router.doors.client_messages import EventBytes
+from kvrelay.router.doors.grpc_service import EventBytes
 from kvrelay.router.errors import RequestError
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import STALE_OUTPUTS, RouterMetrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.router.doors.client_messages import _DELTA, EventBytes
+from kvrelay.router.doors.grpc_service import _DELTA, EventBytes
 from kvrelay.router.requests.events import Delta
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.output import SampledToken, TokenLogprob

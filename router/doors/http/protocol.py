@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, create_model
 
 from kvrelay.router.doors.http.field_types import (
     AsSent,
@@ -31,32 +31,42 @@ from kvrelay.router.doors.http.field_types import (
 )
 from kvrelay.router.doors.http.json_body import OpenObject, RequestBody
 from kvrelay.v1 import inference_pb2
+from kvrelay.wire.sampling_limits import LIMITS
 
 MAX_TOOLS: Final = 128
 TOOL_NAME: Final = "[A-Za-z0-9_.-]{1,64}"
 """A tool's name, as a regular expression."""
+_OWN_TYPES: Final = ("max_tokens", "logprobs", "prompt_logprobs", "top_k")
+"""The parameters of the table that have other names here, or other values."""
+_TYPES: Final = {float: Float32, int: UInt32, bool: bool}
 
 
-class SamplingFields(RequestBody):
-    """The sampling parameters that have the same names in the router's own message."""
+if TYPE_CHECKING:
+    _SimpleParameters = RequestBody
+else:
+    _SimpleParameters = create_model(
+        "_SimpleParameters",
+        __base__=RequestBody,
+        **{
+            name: (_TYPES[limits.kind] | None, None)
+            for name, limits in LIMITS.items()
+            if name not in _OWN_TYPES
+        },
+    )
 
-    temperature: Float32 | None = None
-    top_p: Float32 | None = None
-    min_p: Float32 | None = None
-    top_k: Int32 | None = None
-    frequency_penalty: Float32 | None = None
-    presence_penalty: Float32 | None = None
-    repetition_penalty: Float32 | None = None
-    logit_bias: LogitBias | None = None
-    seed: Seed | None = None
-    n: UInt32 | None = None
+
+class SamplingFields(_SimpleParameters):
+    """The sampling parameters that have the same names in the router's own message.
+
+    Those that are one number or one flag come from the table of their legal values.
+    """
+
     max_tokens: UInt32 | None = None
-    min_tokens: UInt32 | None = None
+    top_k: Int32 | None = None
+    seed: Seed | None = None
+    logit_bias: LogitBias | None = None
     stop: Strings | None = None
     stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    speculate: bool | None = None
 
     def sampling_params(self) -> inference_pb2.SamplingParams:
         """Return the parameters as the router's own message, where None leaves a field unset."""

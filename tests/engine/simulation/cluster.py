@@ -268,7 +268,7 @@ class Simulation(SimRouter):
     def assert_at_baseline(self) -> None:
         for worker in self.workers:
             worker.kv_cache.audit.check_pages()
-            for counts in worker.kv_cache.counts():
+            for counts in worker.kv_cache.audit.counts():
                 assert counts.free + counts.cached_evictable == counts.total, worker.name
                 assert counts.promised == 0, worker.name
             if worker.tier is not None:

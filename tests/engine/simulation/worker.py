@@ -27,6 +27,7 @@ from kvrelay.engine.scheduler.outbox import Outbox, RouterLink
 from kvrelay.engine.worker.faulty import FaultyCopies, FaultyStorage
 from kvrelay.engine.worker.memory import make_host_tier, make_kv_cache, make_store, tokens_ahead
 from kvrelay.mem_cache.host.host_tier import HostTier
+from kvrelay.mem_cache.host.storage_tier import StorageTier
 from kvrelay.mem_cache.host.tier_copies import CopyEnded, CopyStream, PageMoves
 from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
@@ -34,7 +35,6 @@ from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
 from kvrelay.mem_cache.shape import PoolShape, window_pages
 from kvrelay.mem_cache.storage.storage_pages import PageStore, StoreState
-from kvrelay.mem_cache.storage.storage_tier import StorageTier
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.wire.hand_over import PageSum
 from kvrelay.wire.model_digest import NO_MODEL

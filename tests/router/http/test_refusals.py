@@ -21,6 +21,7 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.router.router import Router
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.v1 import inference_pb2
+from kvrelay.wire.sampling_limits import LIMITS
 
 from ..cluster import Cluster, running
 from .client import CHAT, PROMPT, TEMPLATE
@@ -188,6 +189,11 @@ def test_null_stands_for_an_absent_member() -> None:
     given = read_body(CompletionRequest, {**dict.fromkeys(names), "prompt": "x"})
     assert {name: getattr(given, name) for name in CompletionRequest.model_fields} == dict(absent)
     assert given.sampling_params() == absent.sampling_params() == inference_pb2.SamplingParams()
+
+
+def test_each_parameter_that_has_legal_values_is_a_member() -> None:
+    assert set(LIMITS) <= set(CompletionRequest.model_fields)
+    assert set(LIMITS) <= set(ChatCompletionRequest.model_fields)
 
 
 def test_a_template_sees_messages_and_tools_as_they_were_sent() -> None:

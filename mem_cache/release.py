@@ -46,7 +46,7 @@ def release_kv_cache(
     tokens. It frees duplicates, the unaligned tail and the over-allocation, unlocks the prefix and
     frees the row last.
 
-    Memory that `fences` still protect goes to quarantine, from where `KVCacheManager.reclaim` frees
+    Memory that `fences` still protect goes to quarantine, from where `PageAllocator.reclaim` frees
     it. A published prefix stays locked until then. All lengths are the recorded ones; none is
     inferred.
 
@@ -64,12 +64,12 @@ def release_kv_cache(
         return False
     pending = [fence for fence in fences if not fence.passed()]
     if outcome is Outcome.SAVED:
-        kv_cache.sessions.save(lease, pending)
+        kv_cache.leases.save(lease, pending)
         return True
-    kv_cache.close(lease)
+    kv_cache.leases.close_lease(lease)
     if outcome in _PUBLISHED:
-        kv_cache.publish(lease, token_ids, pending)
+        kv_cache.sharing.publish(lease, token_ids, pending)
     elif outcome is Outcome.FAILED:
         kv_cache.forget(lease, token_ids)
-    kv_cache.free_lease(lease, pending)
+    kv_cache.leases.end_lease(lease, pending)
     return True
