@@ -78,7 +78,7 @@ def read_chat(
         body_bytes: the bytes of the whole body, since a template may write any part of it.
         texts: tokenizes the conversation.
         template: renders it; None: there is none.
-        tools: the tools that the model is told of.
+        tools: the tools that the model is told of; a template is given none for an empty list.
     """
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -89,7 +89,7 @@ def read_chat(
     options = {
         "add_generation_prompt": not goes_on and begins is not False,
         "continue_final_message": goes_on,
-        "tools": tools,
+        "tools": tools or None,
         "variables": variables,
     }
     if template is None:

@@ -168,8 +168,17 @@ class TextPart(OpenObject):
     text: str
 
 
-_Part = Annotated[str | TextPart, Expected('must be a text: {"type": "text", "text": …}')]
-_PARTS: Final = TypeAdapter[list[str | TextPart]](Annotated[list[_Part], Field(fail_fast=True)])
+def _read_part(given: Any) -> str:
+    """Return a part's text. No model is made, which takes ten times as long."""
+    is_text_part = isinstance(given, dict) and given.get("type", "text") == "text"
+    text = given.get("text") if is_text_part else given
+    if not isinstance(text, str):
+        raise ValueError('must be a text: {"type": "text", "text": …}')
+    return text
+
+
+_Part = Annotated[str, PlainValidator(_read_part, json_schema_input_type=str | TextPart)]
+_PARTS: Final = TypeAdapter[list[str]](Annotated[list[_Part], Field(fail_fast=True)])
 
 
 def _join_parts(given: Any) -> str:
@@ -178,8 +187,7 @@ def _join_parts(given: Any) -> str:
         return given or ""
     if not isinstance(given, list):
         raise ValueError("must be a text, or a list of parts")
-    parts = _PARTS.validate_python(given)
-    return "\n".join(one if isinstance(one, str) else one.text for one in parts)
+    return "\n".join(_PARTS.validate_python(given))
 
 
 _Content = Annotated[

@@ -42,16 +42,17 @@ class Tokenizing:
 
     async def tokenize(self, members: dict[str, Any], body_bytes: int) -> Answer:
         """Return the token ids of a text or a conversation."""
-        limits = self._fleet.limits()
         body: TokenizeChatRequest | TokenizeCompletionRequest
         if members.get("messages") is not None:
             body = read_body(TokenizeChatRequest, members)
             self._check_model(body.model)
             chat = read_chat(body, body_bytes, self._texts, self._template, body.tools)
+            limits = self._fleet.limits()
             ids = await self._texts.threads.run(chat.num_bytes, chat.input_ids, limits)
         else:
             body = read_body(TokenizeCompletionRequest, members)
             self._check_model(body.model)
+            limits = self._fleet.limits()
             num_bytes, add = len(body.prompt.encode()), body.add_special_tokens is not False
             ids = await self._texts.tokenize(
                 "prompt", body.prompt, num_bytes, add_special_tokens=add

@@ -12,11 +12,13 @@ import httpx
 import pytest
 
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.doors.http.chat_prompt import read_chat
 from kvrelay.router.doors.http.errors import HttpError
 from kvrelay.router.doors.http.json_body import parse_body, read_body
 from kvrelay.router.doors.http.protocol import ChatCompletionRequest, CompletionRequest
 from kvrelay.router.errors import InvalidField
+from kvrelay.router.router import Router
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.sampling_limits import LIMITS
@@ -252,6 +254,22 @@ async def test_a_chat_without_a_template(config: RouterConfig) -> None:
     ):
         answer = await http.post("/v1/chat/completions", json=CHAT)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_a_body_for_the_tokenizer_is_read_before_workers_are_missed(
+    http_config: RouterConfig,
+) -> None:
+    router = Router(http_config, StaticDiscovery([]))
+    await router.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as http:
+            for body in ({"prompt": 3}, {"messages": [3]}):
+                assert (await http.post("/tokenize", json=body)).status_code == 400
+            other = {"prompt": "x", "model": "no-such-model"}
+            assert (await http.post("/tokenize", json=other)).status_code == 404
+            assert (await http.post("/tokenize", json={"prompt": "x"})).status_code == 503
+    finally:
+        await router.stop()
 
 
 async def test_too_many_requests_are_told_when_to_try_again(

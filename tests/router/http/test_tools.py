@@ -79,6 +79,20 @@ async def served(
             yield cluster, client
 
 
+async def test_an_empty_list_of_tools_is_none_to_a_template(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    template = "{% if tools is none %}none{% else %}some{% endif %}"
+    body = {"messages": CHAT["messages"], "tools": []}
+    async with (
+        served(config, tmp_path, template) as (cluster, _client),
+        httpx.AsyncClient() as http,
+    ):
+        url = f"http://{cluster.router.http_address}/tokenize"
+        told = (await http.post(url, json=body)).json()
+    assert tokenizer.decode(told["tokens"]) == "none"
+
+
 async def ask(client: openai.AsyncOpenAI, **changes: Any) -> Any:
     return await client.chat.completions.create(
         **{"model": "counter", "messages": CHAT["messages"], "tools": TOOLS, **changes}
