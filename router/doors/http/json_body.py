@@ -82,15 +82,14 @@ def read_body(model: type[_Body], members: dict[str, Any]) -> _Body:
     """Read a body by its model.
 
     Raises:
-        InvalidField: a member is missing, unknown or of another type; the first of them is named.
-        HttpError: there are too many of these to find the first.
+        InvalidField: a member is missing, unknown or of another type. The first of them is named,
+            or the body itself where they are too many to look for it.
     """
     try:
         return model.model_validate(members)
     except ValidationError as error:
         if error.error_count() > _MAX_FAULTS:
-            told = f"the body has more than {_MAX_FAULTS} faults"
-            raise HttpError(400, "invalid_request_error", told) from None
+            raise InvalidField("body", f"has more than {_MAX_FAULTS} faults") from None
         first = error.errors(include_url=False)[0]
     place = "".join(
         f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in first["loc"]

@@ -36,7 +36,7 @@ class LivePage:
     Args:
         model: the served model's name.
         info: the source of the events about the cluster.
-        walks: tells how far requests have come.
+        progress: tells how far requests have come.
         ends: tells whether the router is stopping.
         read_timeout: the seconds in which a viewer must take an event; then its connection is
             dropped.
@@ -46,11 +46,11 @@ class LivePage:
         self,
         model: str,
         info: ServerInfo,
-        walks: ProgressView,
+        progress: ProgressView,
         ends: Callable[[], bool],
         read_timeout: float,
     ) -> None:
-        self._walks = walks
+        self._progress = progress
         self._read_timeout = read_timeout
         self._model = model
         self._info = info
@@ -73,9 +73,9 @@ class LivePage:
 
         It ends when the client has left. Raises HttpError if there are too many viewers.
         """
-        if self._walks.viewers >= MOST_VIEWERS:
+        if self._progress.viewers >= MOST_VIEWERS:
             raise HttpError(429, "rate_limit_error", f"{MOST_VIEWERS} others look at the live page")
-        with self._walks.watching():
+        with self._progress.watching():
             await exchange.unless_gone(self._send(exchange, caller))
 
     async def _send(self, exchange: Exchange, caller: Caller) -> None:
@@ -87,10 +87,10 @@ class LivePage:
                 message = self._info.message(caller)
                 # A thousand workers take a while, in which others' tokens would wait.
                 await self._write(exchange, await asyncio.to_thread(self._event, message))
-            walks = self._walks.shown()
-            if walks != last:
-                last = walks
-                event = b"event: walks\ndata: " + json.dumps(walks).encode() + b"\n\n"
+            rows = self._progress.shown()
+            if rows != last:
+                last = rows
+                event = b"event: progress\ndata: " + json.dumps(rows).encode() + b"\n\n"
                 await self._write(exchange, event)
             await asyncio.sleep(_SECONDS)
         await exchange.end()

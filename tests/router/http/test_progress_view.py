@@ -1,4 +1,4 @@
-"""A request's walk from P to D, in the stream of the live page and in a browser."""
+"""A request's way from P to D, in the stream of the live page and in a browser."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class Stream:
         self.seen: list[list[dict[str, Any]]] = []
 
     async def next(self) -> list[dict[str, Any]]:
-        """The next walks that are told."""
+        """The next rows that are told."""
         async with asyncio.timeout(10):
             async for line in self._lines:
-                if line == "event: walks":
+                if line == "event: progress":
                     data = await anext(self._lines)
                     self.seen.append(json.loads(data.removeprefix("data: ")))
                     return self.seen[-1]
         raise AssertionError("the stream has ended")
 
     async def until(self, **fields: Any) -> dict[str, Any]:
-        """The walk of the one request, once it is as that says."""
+        """The row of the one request, once it is as that says."""
         while True:
-            walks = await self.next()
-            if walks and fields.items() <= walks[0].items():
-                assert len(walks) == 1
-                return walks[0]
+            rows = await self.next()
+            if rows and fields.items() <= rows[0].items():
+                assert len(rows) == 1
+                return rows[0]
 
 
 async def in_hand_over(cluster: Cluster) -> tuple[Any, Any, int]:
@@ -69,7 +69,7 @@ async def in_hand_over(cluster: Cluster) -> tuple[Any, Any, int]:
     return call, submit, submit.attempt
 
 
-async def test_a_request_walks(cluster: Cluster, http: httpx.AsyncClient) -> None:
+async def test_a_request_is_shown_on_its_way(cluster: Cluster, http: httpx.AsyncClient) -> None:
     call, submit, attempt = await in_hand_over(cluster)
     async with http.stream("GET", "/live") as answer:
         stream = Stream(answer.aiter_lines())
@@ -77,8 +77,8 @@ async def test_a_request_walks(cluster: Cluster, http: httpx.AsyncClient) -> Non
         await until(lambda: all(worker.watched == [True] for worker in cluster.workers))
         tell(cluster.prefill, attempt, PHASE.PHASE_COMPUTING, written_pages=20, announced_pages=16)
         tell(cluster.decode, attempt, PHASE.PHASE_READING, pulled_pages=8, owned_pages=4)
-        walk = await stream.until(phase="reading")
-        assert walk == {
+        row = await stream.until(phase="reading")
+        assert row == {
             "request_id": "walker", "attempt": attempt, "prefill": "prefill-0",
             "decode": "decode-0", "phase": "reading", "pages": 40, "written": 20,
             "announced": 16, "pulled": 8, "owned": 4, "output_tokens": 0,
@@ -100,7 +100,7 @@ async def test_nothing_is_sent_while_nothing_changes(
     async with http.stream("GET", "/live") as answer:
         events = 0
         async for line in answer.aiter_lines():
-            events += line.startswith("event: walks")
+            events += line.startswith("event: progress")
             if line.startswith('data: {"model"'):
                 events += 10
             if events >= 31:  # three seconds
@@ -152,7 +152,7 @@ async def test_a_browser_shows_it(cluster: Cluster, scheme: str, tmp_path: Any) 
     async with browser(color_scheme=scheme) as page:
         await page.goto(f"http://{cluster.router.http_address}/")
         await until(lambda: all(worker.watched for worker in cluster.workers))
-        row = page.locator("#walks .walk")
+        row = page.locator("#progress .request")
         tell(cluster.prefill, attempt, PHASE.PHASE_COMPUTING, written_pages=20, announced_pages=16)
         tell(cluster.decode, attempt, PHASE.PHASE_READING, pulled_pages=8)
         await api.expect(row).to_have_text(

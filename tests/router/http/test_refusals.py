@@ -220,7 +220,7 @@ def test_a_template_sees_messages_and_tools_as_they_were_sent() -> None:
         ({"tools": [3] * 128}, "tools[0]: must be an object"),
         ({"stop": [3] * 10_000}, "stop: must be"),
         ({"logit_bias": {str(number): "x" for number in range(10_000)}}, "logit_bias.0: must be"),
-        ({f"member{number}": 1 for number in range(10_000)}, "the body has more than 1024 faults"),
+        ({f"member{number}": 1 for number in range(10_000)}, "body: has more than 1024 faults"),
     ],
 )
 def test_the_first_of_many_faults(change: dict[str, Any], problem: str) -> None:
