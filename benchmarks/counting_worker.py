@@ -43,7 +43,7 @@ class Begun:
 
 
 class CountingWorker:
-    """Implements `deploy.nodes.worker_host.Worker`.
+    """Implements `HostedWorker`.
 
     Args:
         tokenizer: the digest of the one that the router has.

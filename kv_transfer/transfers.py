@@ -64,7 +64,7 @@ class Transfers(Protocol):
         ...
 
     def confirm_death(self, incarnation: str) -> None:
-        """Note that a peer's process is known to be gone, so that fences on it can pass.
+        """Note that a peer provably serves no more, so that fences on it can pass.
 
         Bytes that the peer had sent before may still arrive. The fences of its pulls pass once each
         has ended, or was given up, and the connections to the peer are closed.
@@ -72,7 +72,10 @@ class Transfers(Protocol):
         ...
 
     def reconnect(self, incarnation: str) -> None:
-        """Connect anew to a peer, if reads from it have failed; their fences pass then."""
+        """Connect anew to a peer, if reads from it have failed.
+
+        Their fences pass with the NIXL agent that ran them, if that can be replaced (see `Pull`).
+        """
         ...
 
     @property

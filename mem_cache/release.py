@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """A forward of it has failed. Its KV may be wrong, so its published pages are forgotten."""
     SAVED = "saved"
-    """Its session keeps the memory for the next turn; nothing is freed."""
+    """Its session keeps the memory for the next turn; only a page that was set aside is freed."""
 
 
 _PUBLISHED = frozenset({Outcome.FINISHED, Outcome.HANDED_OVER, Outcome.RETRACTED})

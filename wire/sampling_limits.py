@@ -1,6 +1,7 @@
 """The legal values of what a client may choose for an output: one table for doors and workers.
 
-A door refuses a request with another value and names the field; so does a worker.
+A door refuses a request with another value and names the field. A worker checks numbers and flags
+again; how many strings and rules there may be is the door's affair.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ class WorkerHost:
         return self._worker.faults.fired
 
     async def peers_died(self, incarnations: Sequence[str]) -> None:
-        """Tell the worker that the processes of these incarnations have ended.
+        """Tell the worker that these incarnations provably serve no more.
 
         It may know already. A process whose worker has not started shares nothing with them.
         """

@@ -239,8 +239,8 @@ class RunningBatch(Generic[RequestT]):
 def choose_victim(running: Iterable[RequestT]) -> RequestT:
     """Choose who is retracted when a step's tokens do not fit, although idle sessions have ended.
 
-    The request with the fewest output tokens loses the least: its router submits it again, and
-    prompt and output are then computed anew. Of several, the one with the longest prompt frees the
+    The request with the fewest output tokens loses the least: prompt and output are computed anew,
+    on another worker or here. Of several, the one with the longest prompt frees the
     most.
     """
     return min(running, key=lambda one: (len(one.output_ids), -len(one.prompt_ids)))

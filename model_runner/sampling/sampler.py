@@ -154,7 +154,7 @@ def edit_logits(logits: Float32Array, row: SamplingRow) -> Float32Array:
 
 
 def sample_gumbel(logits: Float32Array, largest: np.float32, row: SamplingRow) -> int:
-    """The token with the largest sum of ``logit / temperature`` and its noise (`kernels.gumbel`).
+    """The token with the largest sum of ``logit / temperature`` and its noise (`gumbel`).
 
     A token's noise depends on seed, choice, position and its id alone. So a rounding error of the
     logits, as from another batch, matters only where two tokens nearly tie. It also matters at the

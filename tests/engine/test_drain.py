@@ -163,8 +163,8 @@ async def test_memory_in_quarantine_for_too_long_is_found(monkeypatch: pytest.Mo
     sim = simulation.decodes[0]
     sim.turn()
     since: float | None = time.monotonic() - 1
-    kv_cache = type(sim.kv_cache)
-    monkeypatch.setattr(kv_cache, "quarantined_since", property(lambda _: since))
+    allocator = type(sim.kv_cache.allocator)
+    monkeypatch.setattr(allocator, "quarantined_since", property(lambda _: since))
     sim.inbox.post(Wake())
     sim.turn()
     since = None  # its fences have passed

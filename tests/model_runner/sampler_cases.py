@@ -209,7 +209,7 @@ def sampled(*token_ids: int) -> torch.Tensor:
 
 
 def test_log_probabilities() -> None:
-    counts = [None, 0, 1, 4, None, VOCAB + 1]
+    counts = [None, 0, 1, 4, None, 20]
     rows = [row(at, temperature=0.7, logprobs=count) for at, count in enumerate(counts)]
     rows[3] = replace(rows[3], banned_ids=(4,))  # they are of the model, not of the edits
     logits = random_logits(len(rows))

@@ -126,7 +126,7 @@ class Incarnation:
             await _cancel(*signs[:2], *others)
 
     async def has_died(self) -> bool:
-        """Wait until the process of a lost incarnation has provably ended, or answers again.
+        """Wait until a lost incarnation provably serves no more, or answers again.
 
         Where the process cannot be observed, the worker's next process may see its end. Otherwise
         the end of its lease is the proof: it then serves no more. A drained incarnation had stopped

@@ -108,10 +108,10 @@ class WorkerSupervisor:
         self._go_on(self._follow(life, lost=not answers, dead=dead, drains=record.draining))
 
     def tell_of_deaths(self, incarnations: Sequence[str], on_told: Callable[[], None]) -> None:
-        """Tell the worker that other workers' processes have ended; do not wait.
+        """Tell the worker that other workers serve no more; do not wait.
 
         Args:
-            incarnations: the incarnations that have ended.
+            incarnations: the incarnations whose end was proved.
             on_told: is called when the worker has acknowledged it.
         """
         telling = asyncio.create_task(self._tell(incarnations, on_told))
