@@ -2,8 +2,8 @@
 
 This is the only file of its room that imports triton, which CUDA builds of torch bring along. Its
 counter bits are those of `cpu_kernels.gumbel`. The noise is computed by the same operations in the
-same order, none of them fused: it differs by 2 units in the last place at most, since a CPU's products
-and sums are fused. Weights of top-p are summed in another order than there, and their
+same order, none of them fused. It differs by 2 units in the last place at most, since a CPU's
+products and sums are fused. Weights of top-p are summed in another order than there, and their
 exponentials differ in the last bits. Both matter only between two tokens that nearly tie, and for
 a token at the very edge of top-k, top-p or min-p.
 """
