@@ -88,7 +88,8 @@ async def drain(cluster: RunningCluster, worker: str, *, remove: bool = False) -
         return phases
 
 
-@pytest.mark.parametrize("prefill", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `tests/engine/test_drain.py` has it in virtual time, `test_roll.py` drains
+@pytest.mark.parametrize("prefill", [1, 2])
 async def test_a_rolling_restart_of_every_worker_under_load_loses_no_request(ray, tiny, prefill):
     """Two workers take each other's load; requests wait for the successor of an only one."""
     async with running(

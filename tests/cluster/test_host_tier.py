@@ -41,7 +41,11 @@ async def tier_pages(cluster: InProcess, event: str) -> float:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES.keys())
+@pytest.mark.parametrize(
+    "roles",
+    [pytest.param(ROLES[name], marks=() if name == "pair" else pytest.mark.slow) for name in ROLES],
+    ids=ROLES.keys(),
+)
 async def test_prefixes_come_back_with_the_same_tokens(tiny: Path, roles: dict[str, Any]):
     async with in_process(tiny, kv_memory=8 << 20, chunk_tokens=64, **roles) as cluster:
         expected = await ask_all(cluster, 40)

@@ -39,6 +39,7 @@ def leased(folder: Path) -> list[WorkerConfig]:
     ]
 
 
+@pytest.mark.slow  # `tests/kv_transfer/test_lease.py` has a process of its own that wakes
 async def test_a_worker_that_was_frozen_for_longer_than_its_lease_ends_when_it_wakes(
     tmp_path: Path,
 ):

@@ -65,6 +65,7 @@ async def served(cluster: RunningCluster) -> str:
     return str(info.model_digest)
 
 
+@pytest.mark.slow  # `tests/router/test_served_model.py` has workers with other digests
 async def test_a_worker_that_restarts_with_other_weights_gets_no_requests(
     ray: None,
     checkpoint: Path,

@@ -60,6 +60,7 @@ async def test_a_worker_that_does_not_start_is_said_and_leaves_nothing(tmp_path:
         assert (await scaled(cluster, {P: 2}))[-1][1] is ScalePhase.READY
 
 
+@pytest.mark.slow  # `tests/deploy/test_scaling.py` has it without processes
 async def test_one_change_at_a_time_and_it_goes_on_though_nobody_listens(tmp_path: Path):
     async with Cluster(make_configs(tmp_path)[:2]) as cluster:
         steps = aiter(cluster.scale({P: 2}))

@@ -135,9 +135,9 @@ def test_tokens_do_not_depend_on_the_tier(
 
 REAL: list[Any] = [
     ("gemma3", 6144, True),
-    ("gemma3", 6144, False),
+    pytest.param("gemma3", 6144, False, marks=pytest.mark.slow),
     ("mistral-window", 3072, True),
-    ("qwen3-window", 6144, False),
+    pytest.param("qwen3-window", 6144, False, marks=pytest.mark.slow),
 ]
 
 

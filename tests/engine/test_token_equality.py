@@ -300,12 +300,10 @@ def test_kv_in_fp8_is_handed_over_as_it_is(
     assert_equal_to_plain(model, draft, "float64", mode, asked, seed, KVDtype.FP8_E4M3)
 
 
-SMOLLM2 = [
-    pytest.param(mode, seed, id=f"{mode}-seed{seed}", marks=() if seed < 1 else pytest.mark.slow)
-    for seed, mode in enumerate(SPREAD)
-]
+SMOLLM2 = [pytest.param(mode, seed, id=f"{mode}-seed{seed}") for seed, mode in enumerate(SPREAD)]
 
 
+@pytest.mark.slow  # `tests/cluster/test_tokens.py` has real weights
 @pytest.mark.parametrize(("mode", "seed"), SMOLLM2)
 def test_smollm2(smollm2: Path, mode: Mode, seed: int) -> None:
     """With itself as the draft model: it guesses right, which a random one hardly ever does."""

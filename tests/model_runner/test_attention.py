@@ -298,6 +298,7 @@ def test_errors_of_decode_in_pairs_are_as_small_as_those_of_torch(scale: float) 
     assert error <= 1.1 * torchs_error
 
 
+@pytest.mark.slow  # its kernels take half a minute to compile, and few compute in float16 on a CPU
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_float16_agrees_with_torch(kind: str) -> None:
     geometry, heads = KINDS[kind]
