@@ -223,12 +223,13 @@ class SessionTurns:
         if ends_well:
             return self._keep(request, name, token_ids)
         if outcome is Outcome.FAILED:
-            released, why = self._sessions.forget(name), SessionEnd.FAILED
-        else:
-            released, why = self._sessions.roll_back(name, fences), SessionEnd.ROLL_BACK
+            self._sessions.forget(name)
+            self._count_end(name, SessionEnd.FAILED)
+            return outcome  # what the turn has published may be wrong, too
+        released = self._sessions.roll_back(name, fences)
         if released is not Outcome.SAVED:
             is_closed = released is Outcome.FINISHED
-            self._count_end(name, SessionEnd.FORGOTTEN if is_closed else why)
+            self._count_end(name, SessionEnd.FORGOTTEN if is_closed else SessionEnd.ROLL_BACK)
         return released
 
     def _keep(self, request: Request, name: SessionName, token_ids: TokenIds) -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
@@ -184,6 +185,8 @@ def test_a_failed_forward_ends_the_session() -> None:
     session.take()
     assert turn.ends[worker.name].reason is EndReason.FAILED
     assert ends(worker, "failed") == 1
+    prompt = np.array(turn.prompt, np.int32)
+    assert worker.kv_cache.count_cached(prompt) == 0, "what the turn has published may be wrong"
     talk(session, SECOND, 4)
     assert turns(worker, "opened") == 2
     finish(simulation, session)
