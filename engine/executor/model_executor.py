@@ -45,10 +45,16 @@ from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.sampling.prompt_scores import score_prompt
+from kvrelay.model_runner.sampling.prompt_scores import (
+    Bring,
+    DeviceScoring,
+    HostScoring,
+    PromptScoring,
+    Score,
+    ScoredChunk,
+)
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.step_sampling import (
-    Bring,
     DeviceSampling,
     Draw,
     HostSampling,
@@ -66,6 +72,7 @@ RequestT = TypeVar("RequestT")
 _NO_SAMPLING: Final = HostSampling(())
 """The sampling of a step that computes nothing."""
 _NO_ROWS: Final[Mapping[int, int]] = {}
+_NO_SCORES: Final[Mapping[int, Sequence[SampledToken]]] = {}
 _NOTHING: Final = StepOutput()
 """The output of an item that is not computed."""
 Samples = Iterator[list[Sampled]]
@@ -117,36 +124,6 @@ class PageCopier:
 
 
 @dataclass(eq=False, slots=True)
-class ChunkScores:
-    """The log-probabilities of the prompt tokens that follow a chunk's tokens."""
-
-    rows: slice
-    """The chunk's rows in the step's logits."""
-    following: Sequence[int]
-    """The token after each row's own."""
-    count: int
-    """How many of the likeliest tokens to report beside each."""
-    logits: torch.Tensor | None = None
-    """The logits of these rows, kept until they are on the host. A device gives memory that nothing
-    refers to to the next forward."""
-    home: torch.Tensor | None = None
-
-    def take(self, logits: torch.Tensor) -> None:
-        """Keep the scored rows of a step's logits."""
-        self.logits = logits[self.rows]
-
-    def send_home(self, bring: Bring) -> None:
-        """Copy the logits to the host; called by work behind `take`."""
-        assert self.logits is not None
-        self.home = bring(self.logits)
-
-    def read(self) -> Sequence[SampledToken]:
-        """Compute the scores, once that work has run."""
-        assert self.home is not None
-        return score_prompt(self.home, self.following, self.count)
-
-
-@dataclass(eq=False, slots=True)
 class LaunchedForward(LaunchedStep[RequestT]):
     """A step of `ModelExecutor`.
 
@@ -168,16 +145,16 @@ class LaunchedForward(LaunchedStep[RequestT]):
     sampling: StepSampling = _NO_SAMPLING
     counted: CountedStep | None = None
     """The tokens counted on the device; None: the host knows all that penalties depend on."""
-    scores: Sequence[ChunkScores | None] = ()
+    scoring: PromptScoring | None = None
+    """The scoring of prompts' tokens, by the place in `items`; None: no item asks for it."""
     places: list[int] = field(default_factory=list)
     """The place of each item's awaited token in its `token_ids`; -1: it has none."""
 
     def sample(self, rows: LogitRows) -> None:
         """Sample from the logits; work on the forward's stream."""
         assert self.logits is not None
-        for scores in self.scores:
-            if scores is not None:
-                scores.take(self.logits)
+        if self.scoring is not None:
+            self.scoring.launch(self.logits)
         if self.counted is not None:
             self.counted.count()
         self.sampling.launch(rows.select_sampled(self.logits))
@@ -185,9 +162,8 @@ class LaunchedForward(LaunchedStep[RequestT]):
 
     def send_home(self, bring: Bring) -> None:
         """Copy the results to the host; work behind `sample`."""
-        for scores in self.scores:
-            if scores is not None:
-                scores.send_home(bring)
+        if self.scoring is not None:
+            self.scoring.send_home(bring)
         self.sampling.send_home(bring)
 
 
@@ -202,6 +178,7 @@ class ModelExecutor:
         streams: of the model's device.
         draw: samples on the device; None: the host samples, and each step waits for its logits.
         counts: that `draw` reads; None: a step with penalties waits for the tokens before it.
+        score: scores prompts on the device; None: the host does, and gets their logits.
     """
 
     def __init__(
@@ -213,6 +190,7 @@ class ModelExecutor:
         streams: Streams | None = None,
         draw: Draw | None = None,
         counts: TokenCounts | None = None,
+        score: Score | None = None,
     ) -> None:
         self._model = model
         self._copy = copy
@@ -221,6 +199,7 @@ class ModelExecutor:
         self._streams = streams or ImmediateStreams()
         self._staging = self._streams.make_staging()
         self._draw = draw
+        self._score = score
         self._counted = None if counts is None else CountedRows(counts)
         self.borrowed_threads: BorrowedThreads | None = None
         """The choice of each step's threads; None: all steps have the same."""
@@ -262,8 +241,9 @@ class ModelExecutor:
             # The previous step has ended all of them, as if this one had not been launched.
             return StepEnded(step, outputs)
         samples = iter(launched.sampling.read())
+        scored = _NO_SCORES if launched.scoring is None else launched.scoring.read()
         for place, index in enumerate(launched.live):
-            outputs[index] = _read(launched, place, samples)
+            outputs[index] = _read(launched, place, samples, scored.get(place, ()))
         return StepEnded(
             step,
             outputs,
@@ -306,10 +286,7 @@ class ModelExecutor:
         launched.drafts = drafts
         batch, rows = make_batch(items, drafts, tables)
         launched.num_tokens, launched.work = len(batch.input_ids), count_work(items, batch)
-        launched.scores = [
-            None if own.start == own.stop else _chunk_scores(item, own)
-            for item, own in zip(items, rows.scored, strict=True)
-        ]
+        launched.scoring = self._make_scoring(items, rows)
         awaited = None
         if not self._streams.is_immediate:
             awaited = find_awaited(items, batch.query_start, staging)
@@ -327,6 +304,17 @@ class ModelExecutor:
         launched.sampling = DeviceSampling(draw, drafted) if draw else HostSampling(drafted)
         forward.launch(partial(launched.sample, rows))
         return rows
+
+    def _make_scoring(self, items: Items, rows: LogitRows) -> PromptScoring | None:
+        """The scoring of the items' chunks whose clients ask for it; None: there are none."""
+        chunks = {
+            place: _scored_chunk(item, own)
+            for place, (item, own) in enumerate(zip(items, rows.scored, strict=True))
+            if own.start < own.stop
+        }
+        if not chunks:
+            return None
+        return DeviceScoring(self._score, chunks) if self._score else HostScoring(chunks)
 
     def _forward(
         self, launched: LaunchedForward[RequestT], batch: ForwardBatch, awaited: AwaitedIds | None
@@ -370,13 +358,13 @@ class ModelExecutor:
             logger.exception("the drafter could not follow a prompt")
 
 
-def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores:
+def _scored_chunk(item: Scheduled[object], rows: slice) -> ScoredChunk:
     """Select the prompt tokens of an item's chunk that are to be scored."""
     state, count = item.token_state, rows.stop - rows.start
     num_top = state.params.prompt_logprobs
     assert num_top is not None
-    following = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
-    return ChunkScores(rows, following, num_top)
+    next_ids = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
+    return ScoredChunk(rows, next_ids, num_top)
 
 
 def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSequence]:
@@ -410,10 +398,15 @@ def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
         launched.places.append(place)
 
 
-def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> StepOutput:
+def _read(
+    launched: LaunchedForward[RequestT],
+    index: int,
+    samples: Samples,
+    scores: Sequence[SampledToken],
+) -> StepOutput:
     """Read the result of an item, and add its tokens to its token state."""
     item = launched.items[index]
-    state, scores = item.token_state, launched.scores[index]
+    state = item.token_state
     sampled: list[Sampled | GrammarError] = []
     for _ in state.choices if item.sample else ():
         sampled += next(samples)
@@ -428,8 +421,7 @@ def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> 
         errors = [token for token in sampled if not isinstance(token, SampledToken)]
         state.broken = errors[0]
     _add_tokens(state, tokens, launched.places[index])
-    prompt_logprobs = () if scores is None else scores.read()
-    return StepOutput(tokens, state.broken, len(launched.drafts[index]), prompt_logprobs)
+    return StepOutput(tokens, state.broken, len(launched.drafts[index]), scores)
 
 
 def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -> None:

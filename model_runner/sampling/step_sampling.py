@@ -8,13 +8,12 @@ from typing import Protocol, TypeAlias
 import torch
 
 from kvrelay.model_runner.sampling.device_sampler import Draws
+from kvrelay.model_runner.sampling.prompt_scores import Bring
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, cut_at_other, rows_of, verify
 
 Draw: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingRow]], Draws]
 """A function that samples each row of logits on its device, such as `device_sampler.launch`."""
-Bring: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A function that begins to copy a device's tensor to the host, and returns the host's tensor."""
 
 
 class StepSampling(Protocol):

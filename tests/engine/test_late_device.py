@@ -176,6 +176,7 @@ class Flight:
         counted_rows: int = 3,
         sampling: SamplingParams = GREEDY,
         max_tokens: int = 20,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self.device = LateStreams(random.Random(seed))
         self.model = CountingModel([PoolShape("full", 64)], 4, None, self.device, counted_rows)
@@ -186,7 +187,7 @@ class Flight:
                 input_len=len(prompt),
                 prompt_ids=tuple(prompt),
                 choices=(0,),
-                params=GenerationParams(sampling, StopConditions(max_tokens)),
+                params=GenerationParams(sampling, StopConditions(max_tokens), 1, prompt_logprobs),
             )
             for prompt in prompts
         ]
@@ -238,6 +239,17 @@ def test_what_only_the_host_counts_waits_for_the_latest_token(sampling: Sampling
     pipeline.finish_all()
     for state, prompt in zip(flight.states, PROMPTS, strict=True):
         assert state.output_ids == reference(prompt, 7, sampling=sampling)
+
+
+def test_scores_of_a_prompt_come_to_the_host_without_its_logits() -> None:
+    """Each token brings a sum and, for itself and the largest, an id and a logit: 32 bytes."""
+    flight = Flight(4, *PROMPTS, prompt_logprobs=0)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    pipeline.launch(flight.step(0, 1, tokens=3))
+    [ended] = pipeline.finish_all()
+    assert [len(output.prompt_logprobs) for output in ended.outputs] == [2, 2]
+    ids_and_largest = 2 * (8 + 4)
+    assert flight.device.brought_bytes == ids_and_largest + 4 * (8 + 2 * (8 + 4))
 
 
 def test_a_third_step_waits_for_the_first() -> None:
