@@ -75,6 +75,7 @@ class LateStream:
         self.queue: deque[Callable[[], object] | LateEvent | Barrier] = deque()
 
     def launch(self, work: Callable[[], object]) -> None:
+        self._device.launches += 1
         self.queue.append(work)
 
     def record(self) -> DeviceEvent:
@@ -132,6 +133,8 @@ class LateStreams:
         """The bytes of all that was brought to the host."""
         self.entered: set[str] = set()
         """The threads that use it."""
+        self.launches = 0
+        """The pieces of work that it was given."""
         self.waits = 0
         """How often the host has waited for an event that had not passed."""
 

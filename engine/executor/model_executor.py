@@ -10,8 +10,14 @@ A GPU works by itself. There a step is launched while the one before it runs::
     results                                     [N's ids to the host]
 
 Step N+1 takes the tokens that N has sampled on the device, where they lie. A step that cannot be
-launched before the host knows these tokens waits for them (`must_wait`). On a CPU a step has run
-when it is launched.
+launched before the host knows these tokens waits for them (`must_wait`). A grammar is no such
+reason: N+1's forward is launched, and its sampling behind N's tokens and the masks that follow from
+them (`awaits_tokens`)::
+
+    host      launch N     forward N+1      home of N: masks, sample N+1           forward N+2
+    forward             [ N: forward, sampling ][ N+1: forward          , sampling ]
+
+On a CPU a step has run when it is launched.
 """
 
 from __future__ import annotations
@@ -25,10 +31,10 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
-from kvrelay.device.device_streams import ImmediateStreams, StagingSet, Streams
+from kvrelay.device.device_streams import ImmediateStreams, NoStaging, StagingSet, Streams
 from kvrelay.engine.executor.borrowed_threads import BorrowedThreads
 from kvrelay.engine.executor.counted_rows import CountedRows, CountedStep
-from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
+from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks, PendingMasks
 from kvrelay.engine.executor.step import LaunchedStep, Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.executor.step_batch import (
     AwaitedIds,
@@ -142,6 +148,12 @@ class LaunchedForward(LaunchedStep[RequestT]):
     """The same as `StepEnded.widening`."""
     logits: torch.Tensor | None = None
     """The logits, between the forward and the sampling."""
+    rows: LogitRows = field(default_factory=LogitRows)
+    staging: StagingSet = field(default_factory=NoStaging)
+    masks: PendingMasks = NO_MASKS
+    """The masks that are being computed for `allowed`."""
+    masked: list[tuple[int, SamplingRow]] = field(default_factory=list)
+    """The rows of items with a grammar, by the place in `items`; masks are put in last."""
     sampling: StepSampling = _NO_SAMPLING
     counted: CountedStep | None = None
     """The tokens counted on the device; None: the host knows all that penalties depend on."""
@@ -150,14 +162,14 @@ class LaunchedForward(LaunchedStep[RequestT]):
     places: list[int] = field(default_factory=list)
     """The place of each item's awaited token in its `token_ids`; -1: it has none."""
 
-    def sample(self, rows: LogitRows) -> None:
+    def sample(self) -> None:
         """Sample from the logits; work on the forward's stream."""
         assert self.logits is not None
         if self.scoring is not None:
             self.scoring.launch(self.logits)
         if self.counted is not None:
             self.counted.count()
-        self.sampling.launch(rows.select_sampled(self.logits))
+        self.sampling.launch(self.rows.select_sampled(self.logits))
         self.logits = None
 
     def send_home(self, bring: Bring) -> None:
@@ -218,15 +230,23 @@ class ModelExecutor:
         live = [i for i, item in enumerate(step.scheduled) if item.is_live]
         items = [step.scheduled[i] for i in live]
         launched: LaunchedForward[RequestT] = LaunchedForward(step, live=live, items=items)
-        staging = self._staging.begin()
-        rows = self._launch_forward(launched, staging) if live else LogitRows()
-        results = self._streams.results
-        results.wait_for(self._streams.forward.record())
-        results.launch(partial(launched.send_home, staging.bring))
-        launched.home = results.record()
-        staging.use_until(launched.home)
-        _move_on(launched, rows)
+        launched.staging = self._staging.begin()
+        launched.awaits_tokens = any(
+            item.has_grammar and item.token_state.pending is not None for item in items
+        )
+        if live:
+            self._launch_forward(launched)
+        if not launched.awaits_tokens:
+            self._launch_sampling(launched)
+        _move_on(launched)
         return launched
+
+    def sample(self, launched: LaunchedStep[RequestT]) -> None:
+        """See `Executor`."""
+        assert isinstance(launched, LaunchedForward), "another executor has launched it"
+        if self._masks is not None:
+            _, launched.masks = self._masks.begin(launched.items, launched.drafts)
+        self._launch_sampling(launched)
 
     def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
         """See `Executor`."""
@@ -263,30 +283,28 @@ class ModelExecutor:
         if pending is None:
             return False
         is_on_device = self._draw is not None and pending.is_sure
-        if sampling.structured_output is not None or item.num_drafts > 0 or not is_on_device:
+        if item.num_drafts > 0 or not is_on_device:
             return True
         is_counted = self._counted is not None and self._counted.has(item.token_state)
         return sampling.reads_output and not is_counted
 
-    def _launch_forward(
-        self, launched: LaunchedForward[RequestT], staging: StagingSet
-    ) -> LogitRows:
-        """Launch the forward of its items, and their sampling.
+    def _launch_forward(self, launched: LaunchedForward[RequestT]) -> None:
+        """Launch the forward of its items, and prepare their sampling.
 
         The order matters. Drafts come before masks, which check them. Masks are computed beside the
-        forward and awaited behind it. Sampling comes last: it reads masks and counts.
+        forward, unless they depend on tokens that are not known yet.
         """
-        items, forward = launched.items, self._streams.forward
+        items, forward, staging = launched.items, self._streams.forward, launched.staging
         tables = launched.step.page_tables
         if len(items) < len(launched.step.scheduled):
             tables = [table[launched.live] for table in tables]
-        drafts, masks = self._propose(items, tables), NO_MASKS
-        if self._masks is not None:
-            drafts, masks = self._masks.begin(items, drafts)
+        drafts = self._propose(items, tables)
+        if self._masks is not None and not launched.awaits_tokens:
+            drafts, launched.masks = self._masks.begin(items, drafts)
         launched.drafts = drafts
-        batch, rows = make_batch(items, drafts, tables)
+        batch, launched.rows = make_batch(items, drafts, tables)
         launched.num_tokens, launched.work = len(batch.input_ids), count_work(items, batch)
-        launched.scoring = self._make_scoring(items, rows)
+        launched.scoring = self._make_scoring(items, launched.rows)
         awaited = None
         if not self._streams.is_immediate:
             awaited = find_awaited(items, batch.query_start, staging)
@@ -296,14 +314,25 @@ class ModelExecutor:
             forward.launch(partial(self._forward, launched, batch, awaited))
             self._follow(items, tables)
         launched.widening = 1.0 if threads is None else threads.widening
-        launched.allowed = masks.wait()
         if self._counted is not None:
             launched.counted = self._counted.begin(items, drafts, staging)
         drafted = _drafted_sequences(launched)
         draw = self._draw
         launched.sampling = DeviceSampling(draw, drafted) if draw else HostSampling(drafted)
-        forward.launch(partial(launched.sample, rows))
-        return rows
+
+    def _launch_sampling(self, launched: LaunchedForward[RequestT]) -> None:
+        """Launch the sampling behind the forward, and the copies of the results to the host."""
+        launched.allowed = launched.masks.wait()
+        for place, row in launched.masked:
+            allowed = launched.allowed.get(place)
+            row.allowed = None if isinstance(allowed, GrammarError) else allowed
+        if launched.live:
+            self._streams.forward.launch(launched.sample)
+        results = self._streams.results
+        results.wait_for(self._streams.forward.record())
+        results.launch(partial(launched.send_home, launched.staging.bring))
+        launched.home = results.record()
+        launched.staging.use_until(launched.home)
 
     def _make_scoring(self, items: Items, rows: LogitRows) -> PromptScoring | None:
         """The scoring of the items' chunks whose clients ask for it; None: there are none."""
@@ -369,21 +398,20 @@ def _scored_chunk(item: Scheduled[object], rows: slice) -> ScoredChunk:
 
 def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSequence]:
     """Build the sequences to sample: one for each choice of each sampled item."""
-    allowed, counted = launched.allowed, launched.counted
-    row_of = _NO_ROWS if counted is None else counted.row_of
-    return [
-        DraftedSequence(
-            _sampling_row(item.token_state, choice, allowed.get(index), row_of.get(index)), draft
-        )
-        for index, (item, draft) in enumerate(zip(launched.items, launched.drafts, strict=True))
-        if item.sample
-        for choice in item.token_state.choices
-    ]
+    row_of = _NO_ROWS if launched.counted is None else launched.counted.row_of
+    drafted = []
+    for index, (item, draft) in enumerate(zip(launched.items, launched.drafts, strict=True)):
+        for choice in item.token_state.choices if item.sample else ():
+            row = _sampling_row(item.token_state, choice, row_of.get(index))
+            drafted.append(DraftedSequence(row, draft))
+            if item.has_grammar:
+                launched.masked.append((index, row))
+    return drafted
 
 
-def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
+def _move_on(launched: LaunchedForward[RequestT]) -> None:
     """Advance the items' token states by what the step will surely write and sample."""
-    is_home = launched.home.passed()
+    is_home = not launched.awaits_tokens and launched.home.passed()
     for index, item in enumerate(launched.items):
         state, is_sure = item.token_state, not launched.drafts[index]
         state.kv_len += item.num_tokens
@@ -393,7 +421,7 @@ def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
                 place = len(state.token_ids)
                 state.token_ids.append(UNKNOWN)
             if not is_home:
-                row = rows.first_sampled[index]
+                row = launched.rows.first_sampled[index]
                 state.pending = PendingToken(launched.sampling, row, is_sure)
         launched.places.append(place)
 
@@ -434,9 +462,7 @@ def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -
         state.token_ids += [token.token_id for token in tokens]
 
 
-def _sampling_row(
-    state: TokenState, choice: int, allowed: Allowed | None = None, counted_row: int | None = None
-) -> SamplingRow:
+def _sampling_row(state: TokenState, choice: int, counted_row: int | None = None) -> SamplingRow:
     """Build the sampling parameters of the token that follows a state, for one choice."""
     position, sampling, stops = len(state.token_ids), state.params.sampling, state.params.stops
     least = stops.min_tokens
@@ -449,6 +475,5 @@ def _sampling_row(
         banned_ids=tuple(stops.stop_token_ids) if least else (),
         banned_for=max(0, least - (position - state.prompt_len)) if least else 0,
         choice=choice,
-        allowed=None if isinstance(allowed, GrammarError) else allowed,
         counted_row=counted_row,
     )

@@ -109,14 +109,14 @@ def launch(
     kernels, device = _kernels(), logits.device
     floats = pin_to_device(_floats(rows), device)
     edited = _edit(logits, rows, floats, counts)
-    masks, mask_of = _stack_masks(rows, logits.shape[1])
+    masks, mask_of = _stack_masks(rows, logits)
     count = len(rows)
     has_filters = any(_is_filtered(row) for row in rows)
     weights = logits.new_empty(logits.shape if has_filters else (0, logits.shape[1]))
     ids = torch.empty(count, dtype=torch.int64, device=device)
     largest = torch.empty(count, dtype=torch.float32, device=device)
     ints = pin_to_device(_ints(rows, mask_of), device)
-    kernels.sample_rows(edited, pin_to_device(masks, device), ints, floats, weights, ids, largest)
+    kernels.sample_rows(edited, masks, ints, floats, weights, ids, largest)
     asked = [row.params.logprobs if logprobs else None for row in rows]
     return Draws(ids, largest, asked, _score(logits, ids, asked))
 
@@ -212,11 +212,11 @@ def _ints(rows: Sequence[SamplingRow], mask_of: Sequence[int]) -> npt.NDArray[np
 
 
 def _stack_masks(
-    rows: Sequence[SamplingRow], vocab: int
-) -> tuple[npt.NDArray[np.int32], list[int]]:
+    rows: Sequence[SamplingRow], logits: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
     """The masks ``[M, words]`` of the rows with a grammar, and each row's index there or -1.
 
-    There is at least one mask: kernels are compiled for its stride.
+    Without any there is one that nobody reads, as kernels are compiled for its stride.
     """
     masks: list[npt.NDArray[np.int32]] = []
     places: list[int] = []
@@ -225,8 +225,9 @@ def _stack_masks(
         if row.allowed is not None:
             masks.append(row.allowed[0])
     if not masks:
-        masks.append(np.full(-(-vocab // 32), -1, np.int32))
-    return np.ascontiguousarray(np.stack(masks), np.int32), places
+        return logits.new_empty((1, -(-logits.shape[1] // 32)), dtype=torch.int32), places
+    stacked = np.ascontiguousarray(np.stack(masks), np.int32)
+    return pin_to_device(stacked, logits.device), places
 
 
 def _edit(

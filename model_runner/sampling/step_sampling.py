@@ -72,7 +72,6 @@ class DeviceSampling:
     def __init__(self, draw: Draw, drafted: Sequence[DraftedSequence]) -> None:
         self._draw = draw
         self._drafted = drafted
-        self._rows = rows_of(drafted)
         # Kept until the copies have arrived: unreferenced memory would be reused.
         self._draws: Draws | None = None
         self._home: Draws | None = None
@@ -85,8 +84,8 @@ class DeviceSampling:
 
     def launch(self, logits: torch.Tensor) -> None:
         """See `StepSampling`."""
-        if self._rows:
-            self._draws = self._draw(logits, self._rows)
+        if self._drafted:
+            self._draws = self._draw(logits, rows_of(self._drafted))
 
     def send_home(self, bring: Bring) -> None:
         """See `StepSampling`."""
@@ -95,7 +94,7 @@ class DeviceSampling:
 
     def read(self) -> list[list[Sampled]]:
         """See `StepSampling`."""
-        if not self._rows:
+        if not self._drafted:
             return []
         assert self._home is not None, "nothing is on its way"
         return cut_at_other(self._home.read(), self._drafted)

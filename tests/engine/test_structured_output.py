@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.executor import grammar_masks
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
+from kvrelay.engine.executor.model_executor import ModelExecutor
+from kvrelay.engine.executor.step import LaunchedStep
 from kvrelay.wire.output import EndReason, FailureReason
 from kvrelay.wire.submit import SamplingParams, StructuredOutput
 from tests.checkpoints import make_checkpoint
@@ -113,6 +115,23 @@ def assert_same_and_valid(model: Path, mode: Mode, count: int) -> list[SimReques
 def test_pairs_that_retract(model: Path) -> None:
     served = assert_same_and_valid(model, MODES[0], FEW)
     assert sum(one.retractions for one in served) > 0
+
+
+def test_a_device_that_works_late(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards run before the tokens are known that their masks follow from."""
+    plain_outputs(model, FEW)
+    awaited: list[LaunchedStep[Any]] = []
+    sample = ModelExecutor.sample
+
+    def listen(self: ModelExecutor, launched: LaunchedStep[Any]) -> None:
+        awaited.append(launched)
+        sample(self, launched)
+
+    monkeypatch.setattr(ModelExecutor, "sample", listen)
+    monkeypatch.setattr(Simulation, "late", True)
+    served = assert_same_and_valid(model, MODES[2], FEW)
+    assert sum(one.retractions for one in served) > 0
+    assert len(awaited) > 20
 
 
 @pytest.mark.slow
