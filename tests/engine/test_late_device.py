@@ -304,6 +304,27 @@ def test_a_step_that_fails_ends_when_what_it_has_launched_has_run(
     assert not flight.step(0).scheduled[0].is_live
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sampling_that_cannot_be_launched_fails_its_step_and_no_other(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward is launched by then, and has run when the step ends."""
+    flight = Flight(seed, *PROMPTS, sampling=GRAMMAR)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    assert not list(pipeline.launch(flight.step(0, 1, tokens=3)))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(flight.executor, "_launch_sampling", fail)
+    first, second = pipeline.launch(flight.step(0))
+    assert [output.error for output in first.outputs] == [None, None]
+    assert known(second.error).alone
+    assert not flight.device.can_run, "a part of it still runs"
+    assert pipeline.oldest is None
+    assert [item.is_live for item in flight.step(0, 1).scheduled] == [False, True]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_fails_on_the_device_breaks_it(seed: int) -> None:
     flight = Flight(seed, *PROMPTS)
@@ -350,13 +371,16 @@ def test_a_request_that_fails_alone_is_one_failed_forward_though_the_next_step_r
     assert second.outputs[0].error is first.outputs[0].error
 
 
-def test_a_row_without_a_token_ends_its_request_though_the_next_step_runs() -> None:
-    flight = Flight(4, *PROMPTS)
+@pytest.mark.parametrize("sampling", [GREEDY, GRAMMAR], ids=["plain", "a grammar"])
+def test_a_row_without_a_token_ends_its_request_though_the_next_step_runs(
+    sampling: SamplingParams,
+) -> None:
+    flight = Flight(4, *PROMPTS, sampling=sampling)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     flight.model.broken = {1}
-    assert not list(pipeline.launch(flight.step(0, 1, tokens=3)))
-    assert not list(pipeline.launch(flight.step(0, 1)))
-    first, second = pipeline.finish_all()
+    ends = list(pipeline.launch(flight.step(0, 1, tokens=3)))
+    ends += pipeline.launch(flight.step(0, 1))
+    first, second = [*ends, *pipeline.finish_all()]
     for ended in (first, second):
         assert [output.error is None for output in ended.outputs] == [True, False]
         assert not ended.outputs[1].tokens

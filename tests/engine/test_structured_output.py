@@ -213,7 +213,11 @@ WIDE = StructuredOutput(grammar=f'start: "a" x\nx: {ROWS}')
 """It compiles, and its second mask fails: the parser has more alternatives than it takes."""
 
 
-def test_a_grammar_that_fails_at_a_mask_ends_its_request_and_no_worker(model: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_grammar_that_fails_at_a_mask_ends_its_request_and_no_worker(
+    late: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Simulation, "late", late)
     simulation = serve(model, model, "float64", replace(PAIR, aggregated=True, retract_every=0))
     [broken] = simulation.submit_choices(
         1,
