@@ -16,18 +16,25 @@ import numpy as np
 import torch
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.device.device_streams import PASSED, DeviceEvent
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
-from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, PendingIds
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.runner import ModelRunner
-from kvrelay.model_runner.sampling.device_sampler import sample_on_device, samples_on
+from kvrelay.model_runner.sampling.device_sampler import (
+    Draws,
+    join_draws,
+    launch,
+    sample_on_device,
+    samples_on,
+)
 from kvrelay.model_runner.sampling.sampler import (
     Float32Array,
     SamplingRow,
@@ -37,6 +44,8 @@ from kvrelay.model_runner.sampling.sampler import (
 from kvrelay.wire.output import SampledToken
 
 _NO_ROWS = np.empty(0, np.int64)
+_UNKNOWN = -1
+"""A placeholder for a guess that only the device knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,14 @@ class DraftRequest:
     def kv_end(self) -> int:
         """The tokens whose draft KV is written once all are guessed; the last guess's is not."""
         return self.row.position + max(0, self.count - 1)
+
+    def row_after(self, guesses: Sequence[int]) -> SamplingRow:
+        """The inputs of the choice of the token after these guesses."""
+        return self.row if self.row.is_argmax else self.row.after(guesses)
+
+    def kv_len_after(self, guesses: Sequence[int]) -> int:
+        """The tokens whose draft KV is right when these were guessed."""
+        return min(self.row.position + len(guesses), self.kv_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +149,9 @@ class DraftModel:
         self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))
         """The hash of configuration and weights."""
         self._page_size = 0
+        self._latest: DeviceEvent = PASSED
+        """The event behind the latest forward that was launched without waiting for it."""
+        self._before_latest: DeviceEvent = PASSED
 
     def check_vocab(self, target: ModelConfig) -> None:
         """Raise `CheckpointError` unless the target's vocabulary has the same size."""
@@ -192,20 +212,60 @@ class DraftModel:
             return []
         tables = self._runner.own_tables(page_tables)
         self._check_tables(sequences, tables)
+        # Penalties count the guesses before: the host must know them.
+        if samples_on(self._runner.device) and not any(
+            one.row.params.reads_output for one in sequences
+        ):
+            return self._guess_there(sequences, tables)
         guesses: list[list[int]] = [[] for _ in sequences]
-        kv_lens = [one.row.position for one in sequences]
         asked = [index for index, one in enumerate(sequences) if one.count > 0]
-        logits = self._run_new(sequences, tables, asked)
+        logits = self._runner.forward(_new_batch(sequences, tables, asked))
         while asked:
             going = self._guess(logits, sequences, guesses, asked)
             if not going:
                 break
             last = [guesses[index][-1] for index in going]
-            logits = self._run_one_each(last, [kv_lens[i] for i in going], tables, going)
-            for index in going:
-                kv_lens[index] += 1
+            at = [sequences[index].row.position + len(guesses[index]) - 1 for index in going]
+            logits = self._runner.forward(_one_each_batch(last, at, tables, going))
             asked = going
-        return [DraftProposal(ids, kv_len) for ids, kv_len in zip(guesses, kv_lens, strict=True)]
+        return [
+            DraftProposal(ids, one.kv_len_after(ids))
+            for one, ids in zip(sequences, guesses, strict=True)
+        ]
+
+    def _guess_there(
+        self, sequences: Sequence[DraftRequest], tables: tuple[Int32Array, ...]
+    ) -> list[DraftProposal]:
+        """Guess on the device: each forward begins with guesses that the host does not know yet.
+
+        The host waits once for all guesses. A sequence whose logits are not finite goes on with any
+        token; its guesses are cut there.
+        """
+        asked = [index for index, one in enumerate(sequences) if one.count > 0]
+        drawn: list[tuple[list[int], Draws]] = []
+        logits = self._launch(_new_batch(sequences, tables, asked))
+        while asked:
+            done = len(drawn)
+            rows = [sequences[index].row_after([_UNKNOWN] * done) for index in asked]
+            draws = launch(logits, rows, logprobs=False)
+            drawn.append((asked, draws))
+            going = [index for index in asked if sequences[index].count > done + 1]
+            if not going:
+                break
+            sources = np.array([asked.index(index) for index in going], np.int64)
+            at = [sequences[index].row.position + done for index in going]
+            batch = _one_each_batch([_UNKNOWN] * len(going), at, tables, going)
+            pending = PendingIds(np.arange(len(going)), sources, draws.ids)
+            logits = self._launch(replace(batch, pending=pending))
+            asked = going
+        return _read_guesses(sequences, drawn)
+
+    def _launch(self, batch: ForwardBatch) -> torch.Tensor:
+        """Launch a forward behind the one before, which may still run: there are two plans."""
+        self._before_latest.wait()
+        logits = self._runner.launch(batch)
+        self._before_latest, self._latest = self._latest, self._runner.record()
+        return logits
 
     def _check_tables(
         self, sequences: Sequence[DraftRequest], tables: Sequence[Int32Array]
@@ -217,46 +277,6 @@ class DraftModel:
         for table in tables:
             assert (table[np.arange(len(sequences)), last_pages] >= 0).all()
 
-    def _run_new(
-        self,
-        sequences: Sequence[DraftRequest],
-        tables: tuple[Int32Array, ...],
-        asked: Sequence[int],
-    ) -> torch.Tensor:
-        """Write the new KV of every sequence; return logits of those in `asked`."""
-        query_start = np.cumsum([0, *(len(one.new_ids) for one in sequences)])
-        batch = ForwardBatch(
-            input_ids=np.concatenate([np.asarray(one.new_ids, np.int64) for one in sequences]),
-            positions=np.concatenate(
-                [np.arange(one.kv_len, one.row.position, dtype=np.int64) for one in sequences]
-            ),
-            query_start=query_start.astype(np.int32),
-            seq_lens=np.array([one.row.position for one in sequences], np.int32),
-            page_tables=tables,
-            logit_rows=query_start[1:][asked].astype(np.int64) - 1,
-        )
-        return self._runner.forward(batch)
-
-    def _run_one_each(
-        self,
-        token_ids: Sequence[int],
-        kv_lens: Sequence[int],
-        tables: Sequence[Int32Array],
-        going: Sequence[int],
-    ) -> torch.Tensor:
-        """The logits after one more token of each sequence that goes on."""
-        count = len(going)
-        positions = np.array(kv_lens, np.int64)
-        batch = ForwardBatch(
-            input_ids=np.array(token_ids, np.int64),
-            positions=positions,
-            query_start=np.arange(count + 1, dtype=np.int32),
-            seq_lens=(positions + 1).astype(np.int32),
-            page_tables=tuple(table[going] for table in tables),
-            logit_rows=np.arange(count, dtype=np.int64),
-        )
-        return self._runner.forward(batch)
-
     def _guess(
         self,
         logits: torch.Tensor,
@@ -265,11 +285,7 @@ class DraftModel:
         asked: Sequence[int],
     ) -> list[int]:
         """Add a guess to each sequence in `asked`; return those that want another."""
-        firsts = [sequences[index].row for index in asked]
-        rows = [
-            first if first.is_argmax else first.after(guesses[index])
-            for index, first in zip(asked, firsts, strict=True)
-        ]
+        rows = [sequences[index].row_after(guesses[index]) for index in asked]
         going = []
         for index, token_id in zip(asked, _sample_token_ids(logits, rows), strict=True):
             if token_id is not None:
@@ -277,6 +293,58 @@ class DraftModel:
                 if len(guesses[index]) < sequences[index].count:
                     going.append(index)
         return going
+
+
+def _new_batch(
+    sequences: Sequence[DraftRequest], tables: tuple[Int32Array, ...], asked: Sequence[int]
+) -> ForwardBatch:
+    """The new tokens of every sequence, with logits of those in `asked`."""
+    query_start = np.cumsum([0, *(len(one.new_ids) for one in sequences)])
+    return ForwardBatch(
+        input_ids=np.concatenate([np.asarray(one.new_ids, np.int64) for one in sequences]),
+        positions=np.concatenate(
+            [np.arange(one.kv_len, one.row.position, dtype=np.int64) for one in sequences]
+        ),
+        query_start=query_start.astype(np.int32),
+        seq_lens=np.array([one.row.position for one in sequences], np.int32),
+        page_tables=tables,
+        logit_rows=query_start[1:][asked].astype(np.int64) - 1,
+    )
+
+
+def _one_each_batch(
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    tables: Sequence[Int32Array],
+    going: Sequence[int],
+) -> ForwardBatch:
+    """One more token of each sequence that goes on."""
+    count, places = len(going), np.array(positions, np.int64)
+    return ForwardBatch(
+        input_ids=np.array(token_ids, np.int64),
+        positions=places,
+        query_start=np.arange(count + 1, dtype=np.int32),
+        seq_lens=(places + 1).astype(np.int32),
+        page_tables=tuple(table[going] for table in tables),
+        logit_rows=np.arange(count, dtype=np.int64),
+    )
+
+
+def _read_guesses(
+    sequences: Sequence[DraftRequest], drawn: Sequence[tuple[Sequence[int], Draws]]
+) -> list[DraftProposal]:
+    """Wait for all guesses; those of a sequence end before its first that is no token."""
+    guesses: list[list[int]] = [[] for _ in sequences]
+    tokens = iter(join_draws([draws for _, draws in drawn]).read() if drawn else ())
+    for number, (asked, _) in enumerate(drawn):
+        for index in asked:
+            token = next(tokens)
+            if isinstance(token, SampledToken) and len(guesses[index]) == number:
+                guesses[index].append(token.token_id)
+    return [
+        DraftProposal(ids, one.kv_len_after(ids))
+        for one, ids in zip(sequences, guesses, strict=True)
+    ]
 
 
 def _sample_token_ids(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:

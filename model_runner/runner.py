@@ -12,6 +12,7 @@ import torch
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.device.cuda_streams import record_event
+from kvrelay.device.device_streams import DeviceEvent
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
@@ -308,6 +309,10 @@ class ModelRunner:
         with torch.inference_mode():
             logits = None if self._graphs is None else self._graphs.forward(own)
             return self._decoder.forward(own, self._backends) if logits is None else logits
+
+    def record(self) -> DeviceEvent:
+        """Record an event behind all that was launched on the current stream."""
+        return record_event(self.device)
 
     def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:
         """The tables of this model's pools in a batch: a target's are first, a draft's last."""

@@ -142,6 +142,16 @@ def launch_scores(
     )
 
 
+def join_draws(draws: Sequence[Draws]) -> Draws:
+    """Several draws without log-probabilities as one, which is read at once."""
+    return Draws(
+        torch.cat([one.ids for one in draws]),
+        torch.cat([one.largest for one in draws]),
+        [None for one in draws for _ in one.counts],
+        None,
+    )
+
+
 def sample_on_device(
     logits: torch.Tensor, rows: Sequence[SamplingRow], logprobs: bool = True
 ) -> list[Sampled]:

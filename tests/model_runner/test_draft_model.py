@@ -12,15 +12,19 @@ import pytest
 import torch
 
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner import draft_model
+from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.sampling.device_sampler import Draws
 from kvrelay.model_runner.sampling.ngram import NgramIndex
-from kvrelay.model_runner.sampling.sampler import SamplingRow
+from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.submit import SamplingParams
+from tests.late_device import draw
 from tests.model_runner.samples import as_tokens
 from tests.model_runner.tiny_models import Models
 
@@ -178,12 +182,16 @@ def assert_same(got: list[list[SampledToken]], expected: list[list[SampledToken]
 
 
 def runs(
-    models: Models, target: str, draft: tuple[str, str] | None, tokens: list[int]
+    models: Models,
+    target: str,
+    draft: tuple[str, str] | None,
+    tokens: list[int],
+    params: Sequence[dict[str, Any]] = (GREEDY, SAMPLED, PENALIZED, GREEDY),
 ) -> Speculation:
     prompts = [tokens[:17], tokens[20:21], tokens[30:42], tokens[50:72]]
     runner = ModelRunner(models.folder(target), "float32", "cpu")
     drafter = None if draft is None else DraftModel(models.folder(draft[0]), draft[1], "cpu")
-    running = Speculation(runner, drafter, prompts, [GREEDY, SAMPLED, PENALIZED, GREEDY])
+    running = Speculation(runner, drafter, prompts, params)
     running.prefill(chunk=5)
     return running
 
@@ -236,6 +244,50 @@ def test_a_twin_of_less_precision_is_often_right(
     assert running.guessed / 2 < running.kept < running.guessed
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A device that draws; whenever the host waits for it, a line."""
+    lines: list[str] = []
+    read, nobodys = Draws.read, torch.empty(0)
+
+    def listen(self: Draws) -> list[Sampled]:
+        lines.append("draws")
+        return read(self)
+
+    monkeypatch.setattr(Draws, "read", listen)
+    monkeypatch.setattr(runner_module, "wait_for_device", lambda _: lines.append("forward"))
+    monkeypatch.setattr(draft_model, "samples_on", lambda _: True)
+    monkeypatch.setattr(
+        draft_model, "launch", lambda logits, rows, **_: draw(logits, rows, nobodys)
+    )
+    return lines
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_guesses_stay_on_the_device_until_all_are_made(
+    name: str, models: Models, tokens: list[int], waits: list[str]
+) -> None:
+    params: list[dict[str, Any]] = [
+        GREEDY,
+        SAMPLED,
+        {"temperature": 0.9, "logit_bias": {5: 2.0}},
+        GREEDY,
+    ]
+    expected = runs(models, name, None, tokens, params).finish(0)
+    running = runs(models, name, (name, "float32"), tokens, params)
+    waits.clear()
+    running.propose({0: 4, 1: 0, 2: 1, 3: 3})
+    assert waits == ["draws"]
+    running.draft_kv = [length - 1 for length in map(len, running.texts)]
+    assert_same(running.finish(4), expected)
+    assert running.kept == running.guessed > 50
+
+
+@pytest.mark.usefixtures("waits")
+def test_broken_logits_end_a_proposal_on_the_device(models: Models, tokens: list[int]) -> None:
+    test_broken_logits_end_a_proposal(models, tokens)
+
+
 def test_many_new_tokens_are_caught_up_with(models: Models, tokens: list[int]) -> None:
     running = runs(models, "llama", ("llama", "float32"), tokens)
     for _ in range(3):
@@ -250,7 +302,8 @@ def test_many_new_tokens_are_caught_up_with(models: Models, tokens: list[int]) -
 
 
 def test_broken_logits_end_a_proposal(models: Models, tokens: list[int]) -> None:
-    running = runs(models, "llama", ("llama", "float32"), tokens)
+    params: list[dict[str, Any]] = [GREEDY, SAMPLED, GREEDY, GREEDY]
+    running = runs(models, "llama", ("llama", "float32"), tokens, params)
     first_page = running.tables[1][2, 0]
     running.pools[1].data[first_page] = torch.nan
     counts = dict.fromkeys(range(4), 2)
