@@ -10,6 +10,7 @@ import pytest
 from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from tests.pairwise import few
 
 TOKENS = np.arange(64, dtype=np.int32)
 PAGES = np.arange(16, dtype=np.int32)
@@ -147,6 +148,7 @@ def test_what_is_locked_stays_whatever_is_split_and_joined():
         RandomUse(seed).run()
 
 
+@few(1)
 @pytest.mark.parametrize("forgotten", ["nothing", "locks", "windows", "pages"])
 def test_a_careless_join_is_found(forgotten, monkeypatch):
     def can_join(upper, lower, every_pool_has_window):
