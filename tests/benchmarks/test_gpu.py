@@ -161,11 +161,8 @@ def try_stages(python: str | Path, out: Path) -> None:
     command = [python, "-m", "benchmarks.gpu", "--trial", "--minutes", "20", *places, "all"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    outcomes = dict(
-        reversed(line.split()[:2])
-        for line in ended.stdout.splitlines()
-        if line[:4] in Outcome.__members__
-    )
+    told = [line.split() for line in ended.stdout.splitlines()]
+    outcomes = {words[1]: words[0] for words in told if words[0] in Outcome.__members__}
     assert set(outcomes) == set(STAGES)
     on_gpu_alone = {name for name, one in STAGES.items() if one.is_test} | {"peers"}
     assert {name for name, one in outcomes.items() if one == "NONE"} == on_gpu_alone
@@ -196,7 +193,7 @@ def test_every_stage_runs_with_the_versions_of_a_machine_with_a_gpu(tmp_path: Pa
 )
 def test_tests_pass_with_the_versions_of_a_machine_with_a_gpu(tests: str) -> None:
     """Torch's and Triton's words and parameters differ from one version to the next."""
-    pytest_here = [GPU.command("python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command = [*pytest_here, "-m", "not slow", f"tests/model_runner/{tests}"]
+    options = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
+    command = [str(GPU.command("python")), "-m", "pytest", *options, f"tests/model_runner/{tests}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout

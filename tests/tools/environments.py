@@ -104,7 +104,9 @@ class Environment:
         python = sys.executable if self.python is None else find_python(self.python)
         if python is None:
             raise CannotMakeError(f"no {self.python} runs here: {self.target} GPU_PYTHON=...")
-        returncode, said = run_bounded([python, "-m", "venv", self.folder], seconds)
+        returncode, said = run_bounded(
+            [python, "-m", "venv", "--without-pip", self.folder], seconds
+        )
         if returncode != 0:
             raise CannotMakeError(f"{python} makes no environment: {said[-300:]}")
 
