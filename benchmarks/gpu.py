@@ -12,11 +12,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 import torch
@@ -157,39 +158,61 @@ def main(
             click.echo(f"missing: {lack}")
         click.echo("make gpu: nothing was run, for there is no GPU to run it on")
         sys.exit(2)
-    report, revision = Report(out.absolute()), describe_revision()
+    for lack in [] if trial else missing_for_attention():
+        click.echo(f"missing: {lack}")
     places = {
         "device": "cpu" if trial else "cuda:0",
         "models": models,
-        "figures": report.figures,
-        "logs": report.logs,
         "out": out.absolute(),
         "vllm": vllm,
         "sglang": sglang,
-        "revision": revision,
+        "revision": describe_revision(),
         "terabytes": terabytes_per_second,
         "teraflops": teraflops,
     }
-    report.say([f"{revision}; {describe_machine()}"])
-    if not trial:
-        report.say(f"missing: {lack}" for lack in missing_for_attention())
+    with TemporaryDirectory() as logs:
+        report = Report(out.absolute(), Path(logs))
+        compiling = None if trial else Compiling(compile_into, report.logs)
+        again = run_and_tell(choose(names or ("first",)), places, minutes, report, compiling)
+    click.echo(f"logs: {out / 'logs.tgz'}")
+    if again:
+        click.echo(f"again: {' '.join(again)}")
+    sys.exit(bool(again))
+
+
+def run_and_tell(
+    groups: Groups,
+    places: Mapping[str, object],
+    minutes: float,
+    report: Report,
+    compiling: Compiling | None,
+) -> list[str]:
+    """Run stages, and tell what comes of them; returns the names of those that did not pass.
+
+    Args:
+        groups: the stages.
+        places: what words in braces in their arguments stand for.
+        minutes: the limit on all of them.
+        report: gets what there is to tell.
+        compiling: compiles kernels; None: this is a trial, in which a stage may show nothing.
+    """
+    trial = compiling is None
+    places = {**places, "figures": report.figures, "logs": report.logs}
+    report.say([f"{places['revision']}; {describe_machine()}"])
 
     def begin(stage: Stage, seconds: float) -> Result:
         command = stage.command(places, trial=trial)
         return run(stage.name, command, seconds, report.logs / f"{stage.name}.log")
 
-    begun, ended = time.monotonic(), []
-    compiling = Compiling(compile_into, report.logs)
-    with closing(compiling):
-        groups = choose(names or ("first",))
-        for told in run_groups(groups, begin, 60 * minutes, None if trial else compiling):
-            report.say(told.lines() if isinstance(told, Result) else told)
-            ended += [told] if isinstance(told, Result) else []
     fine = {Outcome.PASS, Outcome.NONE} if trial else {Outcome.PASS}
-    again = [one.name for one in ended if one.outcome not in fine]
-    report.say([f"{time.monotonic() - begun:.0f} s in all; logs in {out / 'logs.tgz'}"])
-    report.say([f"again: {' '.join(again)}"] if again else [])
-    sys.exit(bool(again))
+    begun, again = time.monotonic(), []
+    with nullcontext() if compiling is None else closing(compiling):
+        for told in run_groups(groups, begin, 60 * minutes, compiling):
+            report.say(told.lines() if isinstance(told, Result) else told)
+            if isinstance(told, Result) and told.outcome not in fine:
+                again.append(told.name)
+    report.say([f"{time.monotonic() - begun:.0f} s in all"])
+    return again
 
 
 if __name__ == "__main__":

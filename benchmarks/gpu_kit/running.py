@@ -17,6 +17,8 @@ from pathlib import Path
 
 GRACE_SECONDS = 10.0
 """For a stage without time left to stop what it has started."""
+LEFT_BEHIND_SECONDS = 1.0
+"""For what an ended stage has left behind to stop."""
 _TESTS = re.compile(
     r"(?:\d+ (?:passed|failed|skipped|errors?|deselected|warnings?),? ?)+ in [\d.]+s"
 )
@@ -70,23 +72,24 @@ def run(name: str, command: Sequence[str], seconds: float, log: Path) -> Result:
         process = subprocess.Popen(  # noqa: S603
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        in_time = False
         try:
             process.wait(seconds)
             in_time = True
         except subprocess.TimeoutExpired:
-            in_time = False
+            pass
         finally:
-            end_session(process)
+            end_session(process, LEFT_BEHIND_SECONDS if in_time else GRACE_SECONDS)
     text = log.read_text(errors="replace")
     outcome = judge(process.returncode, text) if in_time else Outcome.TIME
     return Result(name, outcome, time.monotonic() - begun, text)
 
 
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Let a process and all of its session stop, for a while, then kill what is left of them."""
+def end_session(process: subprocess.Popen[bytes], grace: float = GRACE_SECONDS) -> None:
+    """Let a process and all of its session stop within `grace` seconds, then kill what is left."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        end = time.monotonic() + GRACE_SECONDS
+        end = time.monotonic() + grace
         while time.monotonic() < end:
             process.poll()  # reaps it: otherwise it would be there still
             os.killpg(process.pid, 0)
@@ -111,21 +114,19 @@ class Report:
     """The lines of all stages, on the screen and in a folder, beside their logs.
 
     Args:
-        folder: gets summary.txt, figures.jsonl and logs.tgz.
+        folder: gets summary.txt, figures.jsonl and logs.tgz, and no other file.
+        logs: the folder of logs.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = threading.Lock()
-        self.logs = folder / "logs"
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self.logs = logs
         self.figures = folder / "figures.jsonl"
-        self.logs.mkdir(parents=True, exist_ok=True)
-        for old in (*self.logs.iterdir(), self.figures, self._summary):
+        self._summary = folder / "summary.txt"
+        self._packed_logs = folder / "logs.tgz"
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (self.figures, self._summary, self._packed_logs):
             old.unlink(missing_ok=True)
-
-    @property
-    def _summary(self) -> Path:
-        return self._folder / "summary.txt"
 
     def say(self, lines: Iterable[str]) -> None:
         """Tell lines together, and keep what is known should the machine go away."""
@@ -134,5 +135,5 @@ class Report:
             print(text, end="", flush=True)
             with self._summary.open("a") as file:
                 file.write(text)
-            with tarfile.open(self._folder / "logs.tgz", "w:gz") as tar:
+            with tarfile.open(self._packed_logs, "w:gz") as tar:
                 tar.add(self.logs, "logs")

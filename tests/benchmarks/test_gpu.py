@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.gpu import main, run_groups
+from benchmarks.gpu import main, run_and_tell, run_groups
 from benchmarks.gpu_kit import kernels
 from benchmarks.gpu_kit.running import Outcome, Report, Result, judge, run
 from benchmarks.gpu_kit.stage_table import SETS, STAGES, Stage, choose
@@ -95,20 +95,35 @@ def test_how_a_stage_is_judged(returncode: int, log: str, outcome: Outcome) -> N
 
 
 def test_the_report_has_figures_and_why_a_stage_failed(tmp_path: Path) -> None:
-    report = Report(tmp_path)
-    (report.logs / "one.log").write_text("FIGURE 2 GB/s")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    report = Report(tmp_path / "out", logs)
+    (logs / "one.log").write_text("FIGURE 2 GB/s")
     report.say(Result("one", Outcome.PASS, 12.3, "FIGURE 2 GB/s\n1 passed in 3.00s").lines())
     log = "words\nE   RuntimeError: no kernel\nmore words\nthe end"
     report.say(Result("two", Outcome.FAIL, 1.0, log).lines())
-    assert (tmp_path / "summary.txt").read_text().splitlines() == [
+    assert (tmp_path / "out" / "summary.txt").read_text().splitlines() == [
         "PASS one 12 s, 1 passed in 3.00s",
         "     2 GB/s",
         "FAIL two 1 s",
         "     | E   RuntimeError: no kernel",
         *(f"     | {line}" for line in log.splitlines()),
     ]
-    with tarfile.open(tmp_path / "logs.tgz") as tar:
+    with tarfile.open(tmp_path / "out" / "logs.tgz") as tar:
         assert "logs/one.log" in tar.getnames()
+
+
+def test_what_did_not_pass_is_named_to_be_run_again(tmp_path: Path) -> None:
+    passing = Stage("passing", "a module of Python's", 60, ("platform",), (), ("{word}",))
+    failing = Stage("failing", "one that is not there", 60, ("nothing_of_ours",), ())
+    report = Report(tmp_path / "out", tmp_path)
+    places = {"revision": "r1", "word": "terse"}
+    assert run_and_tell([[passing], [failing]], places, 1, report, None) == ["failing"]
+    assert (tmp_path / "passing.log").read_text().startswith("Linux")
+    told = (tmp_path / "out" / "summary.txt").read_text()
+    assert told.startswith("r1; ")
+    assert "PASS passing" in told
+    assert "No module named nothing_of_ours" in told
 
 
 def test_stages_are_chosen_by_name_or_set_and_keep_their_order() -> None:
