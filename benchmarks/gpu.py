@@ -12,7 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError, version
@@ -23,8 +23,9 @@ import click
 import torch
 
 from benchmarks.gpu_kit.compiling import Compiling
-from benchmarks.gpu_kit.running import Outcome, Report, Result, run
+from benchmarks.gpu_kit.running import Outcome, Report, Result, Sessions
 from benchmarks.gpu_kit.stage_table import SETS, STAGES, Stage, choose
+from benchmarks.with_cluster import interrupt_on_signals
 from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +41,8 @@ def run_groups(
     begin: Callable[[Stage, float], Result],
     seconds: float,
     compiling: Compiling | None = None,
-) -> Iterator[Result | list[str]]:
+    end_all: Callable[[], None] = lambda: None,
+) -> Generator[Result | list[str], None, None]:
     """Run the groups one after the other, the stages of one side by side, within `seconds` in all.
 
     Yields each result as it comes, and lines about kernels.
@@ -50,6 +52,7 @@ def run_groups(
         begin: runs a stage within so many seconds.
         seconds: the limit on all of them.
         compiling: compiles the kernels that stages need before them; None: nothing does.
+        end_all: ends stages that run when this is interrupted.
     """
     end = time.monotonic() + seconds
     needs = [[name for stage in group for name in stage.kernels] for group in groups]
@@ -67,7 +70,11 @@ def run_groups(
             yield compiling.wait(max(0.0, min(seconds * COMPILING_PART, left)))
         with ThreadPoolExecutor(len(group)) as pool:
             running = [pool.submit(within_limits, stage) for stage in group]
-            yield from (one.result() for one in as_completed(running))
+            try:
+                yield from (one.result() for one in as_completed(running))
+            except BaseException:
+                end_all()
+                raise
 
 
 def missing() -> list[str]:
@@ -170,6 +177,7 @@ def main(
         "terabytes": terabytes_per_second,
         "teraflops": teraflops,
     }
+    interrupt_on_signals()
     with TemporaryDirectory() as logs:
         report = Report(out.absolute(), Path(logs))
         compiling = None if trial else Compiling(compile_into, report.logs)
@@ -198,16 +206,17 @@ def run_and_tell(
     """
     trial = compiling is None
     places = {**places, "figures": report.figures, "logs": report.logs}
+    sessions = Sessions()
     report.say([f"{places['revision']}; {describe_machine()}"])
 
     def begin(stage: Stage, seconds: float) -> Result:
         command = stage.command(places, trial=trial)
-        return run(stage.name, command, seconds, report.logs / f"{stage.name}.log")
+        return sessions.run(stage.name, command, seconds, report.logs / f"{stage.name}.log")
 
     fine = {Outcome.PASS, Outcome.NONE} if trial else {Outcome.PASS}
     begun, again = time.monotonic(), []
     with nullcontext() if compiling is None else closing(compiling):
-        for told in run_groups(groups, begin, 60 * minutes, compiling):
+        for told in run_groups(groups, begin, 60 * minutes, compiling, sessions.end):
             report.say(told.lines() if isinstance(told, Result) else told)
             if isinstance(told, Result) and told.outcome not in fine:
                 again.append(told.name)

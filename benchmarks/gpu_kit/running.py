@@ -65,24 +65,36 @@ class Result:
         return [first, *indented, *(f"     | {line}" for line in faults)]
 
 
-def run(name: str, command: Sequence[str], seconds: float, log: Path) -> Result:
-    """Run a stage's command, which is ended after `seconds`, with all processes of its session."""
-    begun = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        in_time = False
-        try:
-            process.wait(seconds)
-            in_time = True
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            end_session(process, LEFT_BEHIND_SECONDS if in_time else GRACE_SECONDS)
-    text = log.read_text(errors="replace")
-    outcome = judge(process.returncode, text) if in_time else Outcome.TIME
-    return Result(name, outcome, time.monotonic() - begun, text)
+class Sessions:
+    """Stages that run, each in a session of its own."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, name: str, command: Sequence[str], seconds: float, log: Path) -> Result:
+        """Run a stage's command, which is ended after `seconds`, with all that it has started."""
+        begun, in_time = time.monotonic(), False
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            self._running.add(process)
+            try:
+                process.wait(seconds)
+                in_time = True
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                end_session(process, LEFT_BEHIND_SECONDS if in_time else GRACE_SECONDS)
+                self._running.discard(process)
+        text = log.read_text(errors="replace")
+        outcome = judge(process.returncode, text) if in_time else Outcome.TIME
+        return Result(name, outcome, time.monotonic() - begun, text)
+
+    def end(self) -> None:
+        """End all stages that run now: they are no children of a terminal's."""
+        for process in tuple(self._running):
+            end_session(process)
 
 
 def end_session(process: subprocess.Popen[bytes], grace: float = GRACE_SECONDS) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 from benchmarks.gpu import main, run_and_tell, run_groups
 from benchmarks.gpu_kit import kernels
-from benchmarks.gpu_kit.running import Outcome, Report, Result, judge, run
+from benchmarks.gpu_kit.running import Outcome, Report, Result, Sessions, judge
 from benchmarks.gpu_kit.stage_table import SETS, STAGES, Stage, choose
 from benchmarks.gpu_kit.stages.peers import comparison, installed
 from benchmarks.peers.__main__ import main as peers_command
@@ -72,10 +73,35 @@ def test_each_stage_has_a_limit_and_all_of_them_have_one() -> None:
 def test_nothing_that_a_stage_has_started_goes_on(tmp_path: Path) -> None:
     child = "import time; print('begun', flush=True); time.sleep(20); print('alive')"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    result = run("endless", [sys.executable, "-c", code], 0.5, tmp_path / "log")
+    result = Sessions().run("endless", [sys.executable, "-c", code], 0.5, tmp_path / "log")
     assert result.outcome is Outcome.TIME
     assert result.seconds < 10
     assert "alive" not in result.log
+
+
+def test_stages_that_run_end_with_the_runner(tmp_path: Path) -> None:
+    sessions, begun = Sessions(), threading.Event()
+
+    def begin(stage: Stage, seconds: float) -> Result:
+        if stage.name == "brief":
+            assert begun.wait(30)
+            return passing(stage, seconds)
+        log = tmp_path / "log"
+        code = "import time; print('begun', flush=True); time.sleep(60)"
+        threading.Thread(target=await_text, args=(log, begun), daemon=True).start()
+        return sessions.run(stage.name, [sys.executable, "-c", code], seconds, log)
+
+    told = run_groups([[stage("brief"), stage("endless")]], begin, 600, None, sessions.end)
+    assert next(told) == Result("brief", Outcome.PASS)
+    before = time.monotonic()
+    told.close()
+    assert time.monotonic() - before < 30
+
+
+def await_text(log: Path, seen: threading.Event) -> None:
+    while not (log.exists() and log.read_text()):
+        time.sleep(0.01)
+    seen.set()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +202,7 @@ def try_stages(python: str | Path, out: Path) -> None:
     command = [python, "-m", "benchmarks.gpu", "--trial", "--minutes", "20", *places, "all"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    told = [line.split() for line in ended.stdout.splitlines()]
+    told = [line.split(" ") for line in ended.stdout.splitlines()]  # others are indented
     outcomes = {words[1]: words[0] for words in told if words[0] in Outcome.__members__}
     assert set(outcomes) == set(STAGES)
     on_gpu_alone = {name for name, one in STAGES.items() if one.is_test} | {"peers"}
