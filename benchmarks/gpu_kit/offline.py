@@ -77,7 +77,7 @@ def unpack(archive: Path, site: Path) -> None:
 def settings(site: Path, folder: Path) -> dict[str, str]:
     """List the environment variables with which the kit's packages run, and compile."""
     sys.path.insert(0, str(site))  # click, if the machine has none
-    from benchmarks.gpu_kit.kernels import SETTINGS
+    from benchmarks.gpu_kit.kernels import OFFLINE
 
     path = [str(site), str(ROOT / "src"), str(ROOT)]
     headers = [
@@ -91,7 +91,7 @@ def settings(site: Path, folder: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PATH": _with("PATH", str(Path(sys.executable).parent), last=True),
-        **{name: os.environ.get(name, value) for name, value in SETTINGS.items()},
+        **{name: os.environ.get(name, value) for name, value in OFFLINE.items()},
         "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
         "CPATH": _with("CPATH", *headers, last=True),
         "LIBRARY_PATH": _with("LIBRARY_PATH", offer_driver(folder), "/usr/local/cuda/lib64"),
