@@ -64,7 +64,8 @@ class AppendKernel:
     ) -> AppendedTokens:
         """The new tokens of `batch`."""
         places = np.stack(new_token_slots(batch, page_table, self.page_size)).astype(np.int32)
-        return AppendedTokens(*pin_to_device(places, device), self)
+        page_ids, slots = pin_to_device(places, device)
+        return AppendedTokens(page_ids, slots, self)
 
     def write(
         self, pages: torch.Tensor, new: torch.Tensor, sequences: Mapping[str, torch.Tensor]

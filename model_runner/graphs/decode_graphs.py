@@ -18,7 +18,7 @@ import torch
 from kvrelay.device.device_streams import PASSED, DeviceEvent, Staging, StagingSet
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
-from kvrelay.model_runner.attention.flashinfer_buffers import StepBlock
+from kvrelay.model_runner.attention.flashinfer_buffers import HostArray, StepBlock
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array
 from kvrelay.model_runner.config.cuda_graphs import GraphRoom
 from kvrelay.model_runner.graphs.capture import Capture, Graph
@@ -52,7 +52,7 @@ class StaticStep:
             step.lay_out(padded, table)
             for step, table in zip(self.attention, padded.page_tables, strict=True)
         ]
-        fixed = [padded.input_ids, padded.positions]
+        fixed: list[HostArray] = [padded.input_ids, padded.positions]
         for pool in pools:
             fixed += pool.arrays
         pending = padded.pending
