@@ -126,7 +126,7 @@ def test_kv_in_fp8(
 
 
 class Traffic(TorchDispatchMode):
-    """Counts copies from the host, each of which has a pinned piece, and kernels beside the graph."""
+    """Counts copies from the host, each of a pinned piece, and launches beside the graph."""
 
     def __init__(self) -> None:
         super().__init__()
