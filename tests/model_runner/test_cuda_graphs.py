@@ -39,6 +39,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, OFTEN, assert_close
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+from tests.pairwise import few
 
 SIZES = GraphSizes((1, 2, 4))
 GRAPHS = GraphOptions(SIZES, page_size=3)
@@ -153,6 +154,7 @@ def changed_pages(pool: KVPool, old: torch.Tensor) -> set[int]:
     return set(differs.any(1).nonzero().flatten().tolist())
 
 
+@few(5)
 @pytest.mark.parametrize("name", OFTEN)
 def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> None:
     running, captures = make_running(models, name)

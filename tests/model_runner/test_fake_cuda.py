@@ -33,6 +33,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, NAMES
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+from tests.pairwise import few
 
 sampling_triton = pytest.importorskip(
     "kvrelay.model_runner.sampling.sampling_triton", exc_type=ImportError
@@ -156,6 +157,7 @@ def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
         assert sample_on_device(logits) == CALLS
 
 
+@few(8)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [

@@ -26,6 +26,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import OFTEN
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+from tests.pairwise import few
 
 pytestmark = pytest.mark.usefixtures("guard")
 
@@ -104,6 +105,7 @@ def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO
     return [one.count for one in capture.made]
 
 
+@few(5)
 @pytest.mark.parametrize("name", OFTEN)
 def test_every_model_is_captured_without_the_host(
     name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_attention import KINDS, make_batch, make_pool, make_rows
 from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
 from tests.model_runner.tiny_models import Models
+from tests.pairwise import few
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GEOMETRY = KVGeometry(2, 2, 64, torch.bfloat16, 16)
@@ -216,6 +217,7 @@ def agrees_with_torch(
         assert torch.equal(pool.data.nan_to_num(7), reference.data.nan_to_num(7))
 
 
+@few(8)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
 def test_every_model_agrees_with_transformers(name: str, models: Models, tokens: list[int]) -> None:
