@@ -37,7 +37,7 @@ class TableUpdate(NamedTuple):
     table: Int32Array
     """The table as it lies on the device."""
     changes: Int32Array | None
-    """As `table_changes`; None: the whole table is sent."""
+    """The result of `table_changes`; None: the whole table is sent."""
 
     @property
     def is_empty(self) -> bool:

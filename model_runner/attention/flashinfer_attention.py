@@ -393,8 +393,8 @@ class FlashInferAttention:
     def replan_decode(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
         """Plan a graph's kernels anew, whose buffers have the arrays of `plan` already.
 
-        FlashInfer's `plan` would copy them there again: for latents it clones these buffers and the
-        plan's 8 MiB before, to bring them back should it fail.
+        FlashInfer's `plan` would copy them there again. For latents it also clones these buffers
+        and the plan's 8 MiB before, to undo what fails.
         """
         geometry, heads = self.pool.geometry, self.heads
         as_tensor = self.flashinfer.as_tensor
@@ -517,7 +517,7 @@ class FlashInferStepAttention:
         """Plan the decode kernels for the first rows, and the prefill kernels for the others."""
         backend, wrappers = self._backend, self._backend.wrappers
         count, decodes = len(plan.last_page_len), plan.num_decodes
-        if decodes == count or backend.pool.geometry.latent:
+        if plan.is_decode or backend.pool.geometry.latent:
             backend.plan_decode(wrappers[-1], plan, page_ids)
             return [PlannedRows(wrappers[-1], slice(None))]
         parts = []

@@ -37,6 +37,11 @@ class PagedPlan:
     """``[B]`` tokens in the pages, up to the last new one."""
 
     @property
+    def is_decode(self) -> bool:
+        """Whether each sequence brings one token."""
+        return self.num_decodes == len(self.last_page_len)
+
+    @property
     def num_pages(self) -> int:
         """The pages of all sequences; one that sequences share counts for each."""
         return int(self.kv_indptr[-1])

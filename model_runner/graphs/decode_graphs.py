@@ -1,8 +1,8 @@
 """Steps of decode as CUDA graphs: one for each of some numbers of sequences.
 
 A graph reads and writes the same addresses each time. So a step's arrays are padded to the size of
-the next larger graph, and copied to the addresses that it was captured with: all of them at once,
-from one piece of pinned memory. FlashInfer plans outside of the graph, also into fixed memory, and
+the next larger graph. One copy from pinned memory brings all of them to the addresses that the
+graph was captured with. FlashInfer plans outside of the graph, also into fixed memory, and
 only if the plan would be another one. Then all kernels are launched at once.
 """
 

@@ -15,15 +15,15 @@ from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
 
 
-class PoolLayout(NamedTuple):
+class LaidOutStep(NamedTuple):
     """A step over one pool, laid out on the host."""
 
     plan: PagedPlan
     table: TableUpdate
     shifts: Int32Array
-    """As `page_shifts`."""
+    """The result of `page_shifts`."""
     arrays: Sequence[Int32Array]
-    """Those of `PoolArrays`."""
+    """The arrays of a `PoolArrays`, in its order."""
 
     @property
     def changes(self) -> Int32Array | None:
@@ -60,7 +60,7 @@ class GraphStep:
         self._planned: Int32Array | None = None
         """The `PagedPlan.kv_indptr` of the plan that the device has; None: it is unknown."""
 
-    def lay_out(self, batch: ForwardBatch, page_table: Int32Array) -> PoolLayout:
+    def lay_out(self, batch: ForwardBatch, page_table: Int32Array) -> LaidOutStep:
         """Lay `batch` out on the host."""
         geometry = self._backend.pool.geometry
         plan = plan_pages(batch, geometry)
@@ -69,10 +69,10 @@ class GraphStep:
         new = new_token_slots(batch, page_table, geometry.page_size)
         lengths = plan.kv_lens if geometry.latent else plan.last_page_len
         arrays = [*(one.astype(np.int32) for one in new), plan.kv_indptr, lengths, shifts]
-        return PoolLayout(plan, table, shifts, arrays)
+        return LaidOutStep(plan, table, shifts, arrays)
 
     def place(
-        self, layout: PoolLayout, changes: torch.Tensor | None, before_plan: Callable[[], None]
+        self, layout: LaidOutStep, changes: torch.Tensor | None, before_plan: Callable[[], None]
     ) -> None:
         """Gather the page ids, and plan; the layout's arrays are on the device. Not to be captured.
 

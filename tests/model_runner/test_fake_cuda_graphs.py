@@ -151,7 +151,7 @@ class Traffic(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("name", "kept", "crossed"),
-    [("llama", (1, 3, 0), (1, 8, 1)), ("deepseek-v3", (1, 3, 1), (1, 8, 1))],
+    [("llama", (1, 3, 0), (1, 10, 1)), ("deepseek-v3", (1, 3, 1), (1, 10, 1))],
 )
 def test_a_step_is_one_copy_from_the_host(
     name: str,
@@ -163,8 +163,8 @@ def test_a_step_is_one_copy_from_the_host(
 ) -> None:
     """Two launches put awaited tokens into it, and one saves its logits.
 
-    Where a sequence begins a page, five more gather page ids, and FlashInfer plans; plans of
-    latents are made for each step.
+    Where a sequence begins a page, two more write it to the page table, five gather page ids, and
+    FlashInfer plans. Latents are planned for each step.
     """
     folder, planned = models.folder(name), list[object]()
     use_double(monkeypatch)
