@@ -204,9 +204,8 @@ class AttentionFactory:
             flashinfer.wrappers(geometry, self._heads)
             if self._expands:
                 flashinfer.ragged_wrappers()
-            if graph_room is not None:
-                pages = geometry.pages_for(graph_room.max_tokens)
-                flashinfer.make_graph_parts(geometry, self._heads, graph_room.sizes, pages)
+        if graph_room is not None:
+            flashinfer.make_graph_parts(geometries, self._heads, graph_room)
         return flashinfer
 
 

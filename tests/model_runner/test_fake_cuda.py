@@ -20,7 +20,7 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInferStepAttention,
 )
 from kvrelay.model_runner.attention.paged_plan import PagedPlan
-from kvrelay.model_runner.batch import Int32Array, PendingIds
+from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.layers.elementwise import Rotation
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
@@ -208,7 +208,7 @@ def _wide_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64))
 
 
-def _host_page_ids(_: torch.Tensor, plan: PagedPlan, __: Int32Array) -> torch.Tensor:
+def _host_page_ids(_: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
     return torch.zeros(int(plan.kv_indptr[-1]), dtype=torch.int32)
 
 
