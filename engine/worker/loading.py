@@ -123,7 +123,9 @@ def load_model(
     masks = GrammarMasks(grammars.prepare, vocab_size)
     streams = make_streams(runner.device)
     draw = None if counts is None else partial(device_sampler.launch, counts=counts.entries)
-    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks, streams, draw, counts)
+    score = None if counts is None else device_sampler.launch_scores
+    copy = PageCopier(pools)
+    executor = ModelExecutor(runner, copy, drafter, masks, streams, draw, counts, score)
     limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
     digest = ModelDigest(
         config=runner.config_digest,
@@ -200,11 +202,14 @@ def _run_largest_step(
     if draft is not None:
         draft.run_largest(config.chunk_tokens, config.max_running, longest)
     rows = config.max_running * (1 + config.drafts_for(True))
-    # The logits of a step that scores a prompt stay until they are read, while the next one runs.
+    samples_there = device_sampler.samples_on(runner.device)
+    # Where the host scores prompts a step's logits stay until they are there, while the next runs.
     in_flight: deque[torch.Tensor] = deque(maxlen=STEPS_IN_FLIGHT)
     for context in runner.largest_contexts(longest):
+        if samples_there:
+            in_flight.clear()
         in_flight.append(runner.run_largest(config.chunk_tokens, rows, context))
-    if device_sampler.samples_on(runner.device):
+    if samples_there:
         device_sampler.run_largest(in_flight[-1][:rows])
     wait_for_device(runner.device)
     return graphs

@@ -130,7 +130,8 @@ def score_rows(
         ids: ``[S]`` int64, the chosen tokens.
         totals: ``[N]`` float64, written: the sum of ``exp(logit - largest)``.
         tops: ``[N, 2 + most]`` int64, written: the likeliest token of all, the chosen
-            one, and the wanted ones, the likeliest first, equals by id.
+            one, and the wanted ones, the likeliest first, equals by id. Where a row has too many
+            NaNs the last token of the vocabulary takes their places.
         values: the same of their logits, float32.
     """
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
@@ -482,7 +483,7 @@ def _score_rows(
             after = (x < value) | ((x == value) & (ids > token))
             ids = tl.where(after & (ids < vocab), ids, 0x7FFFFFFF)
             best, best_id = _better(best, best_id, tl.where(after, x, -float("inf")), ids)
-        value, token = best, best_id
+        value, token = best, tl.minimum(best_id, vocab - 1)
         if place == 0:
             most = best
             tl.store(tops, token.to(tl.int64))

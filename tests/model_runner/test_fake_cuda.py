@@ -27,6 +27,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler
 from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts
+from kvrelay.model_runner.torch_options import pin_to_device
 from kvrelay.wire.submit import SamplingParams
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda
 from tests.model_runner.sequences import Sequences
@@ -127,6 +128,27 @@ def sample_on_device(logits: torch.Tensor) -> list[str]:
         draws = device_sampler.launch(logits, rows, counts=count_tokens().entries)
     assert draws.ids.device == draws.largest.device == DEVICE
     return kernels.calls
+
+
+@pytest.mark.parametrize("masked", [0, 2])
+def test_masks_are_sent_for_rows_with_a_grammar_alone(
+    masked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def send(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+        sent.append(array.nbytes)
+        return pin_to_device(array, device)
+
+    mask = np.ones((1, -(-VOCAB_SIZE // 32)), np.int32)
+    plain = SamplingRow(SamplingParams(top_p=0.9), 9, (), ())
+    rows = [replace(plain, allowed=mask)] * masked + [plain] * (5 - masked)
+    monkeypatch.setattr(device_sampler, "pin_to_device", send)
+    monkeypatch.setattr(device_sampler, "_kernels", CheckedKernels)
+    with fake_cuda(monkeypatch):
+        device_sampler.launch(torch.empty(5, VOCAB_SIZE, device=DEVICE), rows)
+    numbers = [5 * 6 * 8, 5 * 5 * 8]
+    assert sorted(sent) == sorted([*numbers, masked * mask.nbytes] if masked else numbers)
 
 
 def count_tokens() -> TokenCounts:
