@@ -27,7 +27,11 @@ from kvrelay.model_runner.attention.flashinfer_append import (
     appends,
 )
 from kvrelay.model_runner.attention.flashinfer_buffers import GraphBuffers
-from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks, offer_own_ninja
+from kvrelay.model_runner.attention.flashinfer_compiler import (
+    compiler_lacks,
+    link_lazily,
+    offer_own_ninja,
+)
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages, visible_pages
@@ -143,6 +147,7 @@ def import_flashinfer(device: torch.device) -> Any:
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise UnsupportedOptionError("--attention flashinfer needs a GPU of sm_80 or later")
     offer_own_ninja()
+    link_lazily()
     try:
         package = importlib.import_module("flashinfer")
     # RuntimeError: packages of compiled kernels that are of another version.

@@ -226,7 +226,7 @@ def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) 
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
-        (batch, "to_device", lambda array, _: torch.from_numpy(array), "on the same device"),
+        (batch, "to_device", lambda array, _: torch.from_numpy(array), "two.* devices"),
         (RotaryEmbedding, "__call__", _host_rotation, "another device"),
         (FlashInfer, "to_host", _device_tensor, "wait for a copy to the host"),
         (FlashInfer, "to_host", _wide_tensor, "int32"),
