@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
+from torch.nn import functional
 
 from kvrelay.device.device_streams import STEPS_IN_FLIGHT
 from kvrelay.mem_cache.geometry import KVGeometry
@@ -49,6 +50,8 @@ HEAD_DIMS = (64, 128, 256)
 """The head dimensions that both generations of prefill kernels have."""
 LATENT_MULTIPLE, ROTARY_MULTIPLE = 128, 64
 """The dimensions of a latent, and of its rotary key, are multiples of these."""
+MOST_LATENT_HEADS: Final = 128
+"""The query heads over latents of the largest tile of queries, in which kernels are causal."""
 FP8_LATENTS = ((512, 64),)
 """The dimensions of latents and of their rotary keys that are read in FP8."""
 FP8_LATENT_DTYPES = (torch.bfloat16,)
@@ -101,10 +104,21 @@ def flashinfer_lacks(
             return f"latents of {heads.value_dim} and {rotary} dimensions"
         if geometry.window is not None or heads.softcap is not None:
             return "windows or soft caps over latents"
+        if heads.num_heads > MOST_LATENT_HEADS:
+            return f"{heads.num_heads} query heads over latents"
         return _fp8_latents_lack(geometry, dtype, heads, device)
     if geometry.head_dim not in HEAD_DIMS:
         return f"heads of {geometry.head_dim} dimensions"
     return None
+
+
+def fitting_heads(num_heads: int) -> int:
+    """The fewest query heads over latents, `num_heads` at least, that fill tiles of 64 or 128.
+
+    Where a tile ends within a token, FlashInfer's causal kernels (0.7.2) would leave out a key that
+    it sees, if that one is the first of a tile of keys. Their plan is refused.
+    """
+    return 1 << (num_heads - 1).bit_length()
 
 
 def _fp8_latents_lack(
@@ -393,10 +407,28 @@ class FlashInferAttention:
             **self._options(),
         )
 
+    def planned_heads(self, plan: PagedPlan) -> int:
+        """The query heads that kernels are planned for: those of the model first, then empty ones.
+
+        A tile of queries over latents must not end within a token, unless it has one sequence's
+        only token.
+        """
+        if self.pool.geometry.latent and not plan.is_decode:
+            return fitting_heads(self.heads.num_heads)
+        return self.heads.num_heads
+
     def attend(
-        self, wrapper: Wrapper, new_tokens: NewTokens, layer: int, rows: torch.Tensor
+        self,
+        wrapper: Wrapper,
+        new_tokens: NewTokens,
+        layer: int,
+        rows: torch.Tensor,
+        planned_heads: int | None = None,
     ) -> torch.Tensor:
-        """Write and attend as planned; shapes as in `StepAttention.attend`."""
+        """Write and attend as planned; shapes as in `StepAttention.attend`.
+
+        `planned_heads` are those of the plan; None: as many as the model has.
+        """
         num_heads, fp8 = self.heads.num_heads, self.fp8
         pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
         new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
@@ -405,7 +437,10 @@ class FlashInferAttention:
             scales = {}
             if fp8 is not None:  # of the latent and of its rotary key: they are one vector here
                 scales = dict.fromkeys(("ckv_scale", "kpe_scale"), fp8.scales[layer].key)
-            return wrapper.run(query=queries, kv_cache=latents, **scales).flatten(1)
+            if planned_heads is not None and planned_heads > num_heads:
+                queries = functional.pad(queries, (0, 0, 0, planned_heads - num_heads))
+            sums = wrapper.run(query=queries, kv_cache=latents, **scales)
+            return sums[:, :num_heads].flatten(1)
         parts = (pages[:, 0], pages[:, 1])
         if fp8 is None:
             return wrapper.run(queries, parts).flatten(1)
@@ -435,7 +470,7 @@ class FlashInferAttention:
         starts = (to_host(plan.query_indptr), to_host(plan.kv_indptr))
         wrapper.plan(
             metadata=self.flashinfer.csr_metadata(*starts, page_ids, to_host(plan.kv_lens)),
-            num_heads=heads.num_heads,
+            num_heads=self.planned_heads(plan),
             head_dim_ckv=heads.value_dim,
             head_dim_kpe=geometry.head_dim - heads.value_dim,
             page_size=geometry.page_size,
@@ -456,7 +491,9 @@ class FlashInferStepAttention:
         self._new_tokens = backend.locate(batch, page_table)
         self._wrapper: Wrapper | None = None
         if len(batch.positions):
-            self._wrapper = self._plan(*backend.lay_out(batch, page_table))
+            plan, page_ids = backend.lay_out(batch, page_table)
+            self._planned_heads = backend.planned_heads(plan)
+            self._wrapper = self._plan(plan, page_ids)
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
@@ -464,7 +501,7 @@ class FlashInferStepAttention:
         assert backend.latest is self, "a later plan has taken this one's place"
         if self._wrapper is None:
             return rows.new_empty(0, backend.heads.num_heads * backend.heads.value_dim)
-        return backend.attend(self._wrapper, self._new_tokens, layer, rows)
+        return backend.attend(self._wrapper, self._new_tokens, layer, rows, self._planned_heads)
 
     def _plan(self, plan: PagedPlan, page_ids: torch.Tensor) -> Wrapper:
         backend, wrappers = self._backend, self._backend.wrappers
