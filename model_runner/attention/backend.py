@@ -119,9 +119,13 @@ class AttentionFactory:
         self.choice = choice
         """The backend that computes; never `AUTO`."""
         if graph_room is not None and choice is not AttentionChoice.FLASHINFER:
-            raise UnsupportedOptionError(
-                f"--cuda-graphs decode needs --attention flashinfer, not {choice}"
-            )
+            lack = f"needs --attention flashinfer, not {choice}"
+            if graph_room.required:
+                raise UnsupportedOptionError(f"--cuda-graphs decode {lack}")
+            logger.warning("steps of decode are launched kernel by kernel: CUDA graphs %s", lack)
+            graph_room = None
+        self.has_graphs = graph_room is not None
+        """Whether there is room for CUDA graphs."""
         if splits is AttentionSplits.NONE:
             self._check_undivided(geometries)
         self._flashinfer = self._load_flashinfer(geometries, device, graph_room, splits)

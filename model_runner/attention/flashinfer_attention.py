@@ -115,8 +115,8 @@ def flashinfer_lacks(
 def fitting_heads(num_heads: int) -> int:
     """The fewest query heads over latents, `num_heads` at least, that fill tiles of 64 or 128.
 
-    Where a tile ends within a token, FlashInfer's causal kernels (0.7.2) would leave out a key that
-    it sees, if that one is the first of a tile of keys. Their plan is refused.
+    Where a tile ends within a token, FlashInfer's causal kernels (0.7.2) may leave out the last key
+    that it sees. FlashInfer refuses to plan them then.
     """
     return 1 << (num_heads - 1).bit_length()
 

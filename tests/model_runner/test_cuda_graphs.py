@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -299,6 +300,62 @@ def test_graphs_over_scratch_are_those_that_will_be(models: Models, tokens: list
     others = [logits for _, _, logits in run(make_running(models, "llama")[0], tokens)]
     assert all(map(torch.equal, logits, others))
     assert not any(graph.replays for graph in captures.graphs[: len(SIZES.sizes)])
+
+
+WANTED = replace(GRAPHS, required=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "said"),
+    [(EXPERTS[0], "flashinfer", "not for models with experts"), ("llama", "torch", "not torch")],
+)
+def test_a_model_that_can_have_no_graphs_runs_without(
+    name: str,
+    attention: str,
+    said: str,
+    models: Models,
+    tokens: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Unless they are required; it says so once."""
+    choice, captures = AttentionChoice(attention), Captures()
+    options: dict[str, Any] = {"attention": choice, "capture": captures}
+    with pytest.raises(UnsupportedOptionError, match=said):
+        ModelRunner(models.folder(name), "float32", "cpu", graphs=GRAPHS, **options)
+    runner = ModelRunner(models.folder(name), "float32", "cpu", graphs=WANTED, **options)
+    assert runner.capture_on_scratch() is None
+    running = Sequences(runner, 5, 60)
+    runner.capture_graphs()
+    assert [said in record.message for record in caplog.records] == [True]
+    assert not captures.graphs
+    assert runner.dummy_pages == 0
+    check_logits(run(running, tokens), models, name, tokens)
+
+
+@pytest.mark.parametrize("at", [0, 2, 4], ids=["first", "last_of_scratch", "over_the_pools"])
+def test_a_capture_that_fails_leaves_a_model_without_graphs(
+    at: int, models: Models, tokens: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+
+    def capture(work: Callable[[], object]) -> Recording:
+        tried.append(at)
+        if len(tried) > at:
+            raise torch.OutOfMemoryError("no memory for a graph")
+        return graph_double.capture(work)
+
+    options: dict[str, Any] = {"attention": AttentionChoice.FLASHINFER, "capture": lambda: capture}
+    runner = ModelRunner(models.folder("llama"), "float32", "cpu", graphs=WANTED, **options)
+    runner.capture_on_scratch()
+    running = Sequences(runner, 5, 60)
+    runner.capture_graphs()
+    assert len(tried) == at + 1, "not again"
+    assert ["no memory for a graph" in one.message for one in caplog.records] == [True]
+    check_logits(run(running, tokens), models, "llama", tokens)
+    required = ModelRunner(models.folder("llama"), "float32", "cpu", graphs=GRAPHS, **options)
+    Sequences(required, 5, 60)
+    with pytest.raises(torch.OutOfMemoryError):
+        required.capture_graphs()
 
 
 def test_all_graphs_write_the_same_logits(models: Models) -> None:
