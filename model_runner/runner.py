@@ -104,7 +104,7 @@ class ModelRunner:
         # Before the weights, so that unsupported options are refused at once.
         self._attention = AttentionFactory(
             attention,
-            self.make_geometries(1 if graphs is None else graphs.page_size),
+            self._head_geometries(1 if graphs is None else graphs.page_size),
             self.dtype,
             heads.query_heads,
             self.device,
@@ -171,6 +171,13 @@ class ModelRunner:
         has only one kind has one pool. A batch's page tables are in the same order, a draft model's
         after its target's.
         """
+        geometries = self._head_geometries(page_size, order)
+        return tuple(map(self._attention.for_pools, geometries))
+
+    def _head_geometries(
+        self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
+    ) -> tuple[KVGeometry, ...]:
+        """The same with heads of the model's own dimensions, whatever kernels need."""
         heads = self.config.attention
         return tuple(
             KVGeometry(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -47,7 +48,7 @@ WRAPPER_BYTES: Final = 8 << 20
 """The device bytes that each wrapper allocates for its plan; it pins as many on the host."""
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
-"""The head dimensions that both generations of prefill kernels have."""
+"""The head dimensions that both generations of prefill kernels have, ascending."""
 LATENT_MULTIPLE, ROTARY_MULTIPLE = 128, 64
 """The dimensions of a latent, and of its rotary key, are multiples of these."""
 MOST_LATENT_HEADS: Final = 128
@@ -107,9 +108,21 @@ def flashinfer_lacks(
         if heads.num_heads > MOST_LATENT_HEADS:
             return f"{heads.num_heads} query heads over latents"
         return _fp8_latents_lack(geometry, dtype, heads, device)
-    if geometry.head_dim not in HEAD_DIMS:
+    if _padded_dim(geometry.head_dim) is None:
         return f"heads of {geometry.head_dim} dimensions"
     return None
+
+
+def pad_heads(geometry: KVGeometry) -> KVGeometry:
+    """The geometry of the pools of such heads: of more dimensions, zeros, if kernels need them."""
+    dim = geometry.head_dim if geometry.latent else _padded_dim(geometry.head_dim)
+    assert dim is not None
+    return replace(geometry, head_dim=dim)
+
+
+def _padded_dim(head_dim: int) -> int | None:
+    """The fewest dimensions, `head_dim` at least, that there are kernels for; None: too many."""
+    return next((dim for dim in HEAD_DIMS if dim >= head_dim), None)
 
 
 def fitting_heads(num_heads: int) -> int:
@@ -329,6 +342,7 @@ class FlashInferAttention:
         """The dtype of queries and of results."""
         if lack := flashinfer_lacks(pool.geometry, self.dtype, heads, pool.data.device):
             raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
+        assert pool.geometry == pad_heads(pool.geometry)
         if pool.layer(0).stride(0) >= MAX_PAGE_STRIDE:
             raise UnsupportedOptionError(
                 f"--attention flashinfer: pages of {pool.geometry.page_size} tokens are too large; "
@@ -430,6 +444,8 @@ class FlashInferAttention:
         `planned_heads` are those of the plan; None: as many as the model has.
         """
         num_heads, fp8 = self.heads.num_heads, self.fp8
+        if missing := self.pool.geometry.head_dim - rows.shape[2]:
+            rows = functional.pad(rows, (0, missing))
         pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
         new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
         if self.pool.geometry.latent:
@@ -442,10 +458,11 @@ class FlashInferAttention:
             sums = wrapper.run(query=queries, kv_cache=latents, **scales)
             return sums[:, :num_heads].flatten(1)
         parts = (pages[:, 0], pages[:, 1])
-        if fp8 is None:
-            return wrapper.run(queries, parts).flatten(1)
-        scale = fp8.scales[layer]
-        return wrapper.run(queries, parts, k_scale=scale.key, v_scale=scale.value).flatten(1)
+        scales = {}
+        if fp8 is not None:
+            scales = {"k_scale": fp8.scales[layer].key, "v_scale": fp8.scales[layer].value}
+        sums = wrapper.run(queries, parts, **scales)
+        return sums[..., : self.heads.value_dim].flatten(1)
 
     def _pages(self, plan: PagedPlan, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         to_host = self.flashinfer.to_host

@@ -13,6 +13,7 @@ import torch
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import runner as runner_module
+from kvrelay.model_runner.attention import flashinfer_attention
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
@@ -203,6 +204,27 @@ def test_kv_in_fp8_by_graphs(
     # A sum in another order may round a number to its neighbour in FP8, which is felt by others.
     assert errors.median() < 1e-4
     assert errors.max() < 0.1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_heads_of_other_dimensions_are_padded(
+    name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, chunks, and graphs; pages have zeros behind each head."""
+    monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (8, 48, 64))
+    running, captures = make_running(models, name)
+    assert {pool.geometry.head_dim for pool in running.pools} == {48}
+    check_logits(run(running, tokens), models, name, tokens)
+    assert sum(graph.replays for graph in captures.graphs) > 10
+    [(pool, table)] = (
+        (pool, table)
+        for pool, table in zip(running.pools, running.page_tables, strict=True)
+        if pool.geometry.window is None
+    )
+    written = pool.layer(0)[table[0, 0]]
+    dim = running._runner.config.attention.cached_head_dim
+    assert written[..., :dim].any()
+    assert not written[..., dim:].any()
 
 
 def first_page(table: np.ndarray, missing: int, _: int) -> np.ndarray:
