@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvrelay.model_runner import batch
 from kvrelay.model_runner.attention import flashinfer_attention
@@ -218,6 +220,42 @@ def test_tokens_that_the_host_does_not_know_are_taken_on_the_device(
             runner.launch(replace(unknown, pending=on_host))
 
 
+class Operations(TorchDispatchMode):
+    """Counts what is launched on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += DEVICE in {one.device for one in tree_leaves(args) if hasattr(one, "device")}
+        return func(*args, **(kwargs or {}))
+
+
+def test_heads_of_any_dimensions_take_as_many_launches_for_any_number_of_rows(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are padded; in plain torch each row has launches of its own."""
+    folder = models.folder("llama")
+    use_double(monkeypatch)
+    monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (64, 128, 256))
+
+    def count_launches(attention: AttentionChoice, *rows: int) -> list[int]:
+        runner = ModelRunner(folder, "bfloat16", "cuda:0", attention=attention)
+        running, counts = Sequences(runner, 5, 20), []
+        for number in rows:
+            with Operations() as operations:
+                running.forward(dict.fromkeys(range(number), tokens[:1]))
+            counts.append(operations.count)
+        return counts
+
+    with fake_cuda(monkeypatch):
+        few, many = count_launches(AttentionChoice.FLASHINFER, 2, 5)
+        [plain] = count_launches(AttentionChoice.TORCH, 5)
+    assert many == few
+    assert plain > 2 * many
+
+
 ATTEND = FlashInferStepAttention.attend
 
 
@@ -250,7 +288,7 @@ def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) 
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
-        (batch, "to_device", lambda array, _: torch.from_numpy(array), "on the same device"),
+        (batch, "to_device", lambda array, _: torch.from_numpy(array), "two.* devices"),
         (RotaryEmbedding, "__call__", _host_rotation, "another device"),
         (FlashInfer, "to_host", _device_tensor, "wait for a copy to the host"),
         (FlashInfer, "to_host", _wide_tensor, "int32"),
