@@ -18,6 +18,10 @@ import triton.language as tl
 
 BLOCK: Final = 2048
 """The tokens that a program looks at together; a multiple of `gumbel.WORDS_MULTIPLE`."""
+ROW_BLOCK: Final = 8192
+"""The same of a program that has a whole row, and goes over it many times: few programs run."""
+ROW_WARPS: Final = 16
+"""The warps of such a program: as many as have registers for all that it keeps, 128 a thread."""
 ENTRIES: Final = 256
 """The edits of a program."""
 
@@ -109,7 +113,8 @@ def sample_rows(
             weights,
             ids,
             largest,
-            block=BLOCK,
+            block=ROW_BLOCK,
+            num_warps=ROW_WARPS,
             enable_fp_fusion=False,
         )
 
@@ -145,7 +150,8 @@ def score_rows(
             tops,
             values,
             tops.stride(0),
-            block=BLOCK,
+            block=ROW_BLOCK,
+            num_warps=ROW_WARPS,
         )
 
 

@@ -49,7 +49,8 @@ def call_quickly(self: Any, *args: Any, **kwargs: Any) -> Any:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of which a vocabulary has several."""
-    monkeypatch.setattr(sampling_triton, "BLOCK", 128)
+    for name in ("BLOCK", "ROW_BLOCK"):
+        monkeypatch.setattr(sampling_triton, name, 128)
     monkeypatch.setattr(sampling_triton, "ENTRIES", 16)
     if INTERPRETED:
         monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_quickly)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvrelay.model_runner import batch
 from kvrelay.model_runner.attention import flashinfer_attention
@@ -20,7 +22,7 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInferStepAttention,
 )
 from kvrelay.model_runner.attention.paged_plan import PagedPlan
-from kvrelay.model_runner.batch import Int32Array, PendingIds
+from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.layers.elementwise import Rotation
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
@@ -34,6 +36,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, NAMES
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+from tests.pairwise import few
 
 sampling_triton = pytest.importorskip(
     "kvrelay.model_runner.sampling.sampling_triton", exc_type=ImportError
@@ -178,6 +181,7 @@ def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
         assert sample_on_device(logits) == CALLS
 
 
+@few(8)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -216,6 +220,42 @@ def test_tokens_that_the_host_does_not_know_are_taken_on_the_device(
             runner.launch(replace(unknown, pending=on_host))
 
 
+class Operations(TorchDispatchMode):
+    """Counts what is launched on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += DEVICE in {one.device for one in tree_leaves(args) if hasattr(one, "device")}
+        return func(*args, **(kwargs or {}))
+
+
+def test_heads_of_any_dimensions_take_as_many_launches_for_any_number_of_rows(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are padded; in plain torch each row has launches of its own."""
+    folder = models.folder("llama")
+    use_double(monkeypatch)
+    monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (64, 128, 256))
+
+    def count_launches(attention: AttentionChoice, *rows: int) -> list[int]:
+        runner = ModelRunner(folder, "bfloat16", "cuda:0", attention=attention)
+        running, counts = Sequences(runner, 5, 20), []
+        for number in rows:
+            with Operations() as operations:
+                running.forward(dict.fromkeys(range(number), tokens[:1]))
+            counts.append(operations.count)
+        return counts
+
+    with fake_cuda(monkeypatch):
+        few, many = count_launches(AttentionChoice.FLASHINFER, 2, 5)
+        [plain] = count_launches(AttentionChoice.TORCH, 5)
+    assert many == few
+    assert plain > 2 * many
+
+
 ATTEND = FlashInferStepAttention.attend
 
 
@@ -228,7 +268,7 @@ def _wide_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64))
 
 
-def _host_page_ids(_: torch.Tensor, plan: PagedPlan, __: Int32Array) -> torch.Tensor:
+def _host_page_ids(_: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
     return torch.zeros(int(plan.kv_indptr[-1]), dtype=torch.int32)
 
 
@@ -248,7 +288,7 @@ def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) 
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
-        (batch, "to_device", lambda array, _: torch.from_numpy(array), "on the same device"),
+        (batch, "to_device", lambda array, _: torch.from_numpy(array), "two.* devices"),
         (RotaryEmbedding, "__call__", _host_rotation, "another device"),
         (FlashInfer, "to_host", _device_tensor, "wait for a copy to the host"),
         (FlashInfer, "to_host", _wide_tensor, "int32"),
