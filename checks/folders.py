@@ -22,7 +22,6 @@ EXCEPTIONS = {
     "prefill_worker/worker.py": _ENTRY,
     "decode_worker/worker.py": _ENTRY,
     "aggregated_worker/worker.py": _ENTRY,
-    "model_runner/attention/flashinfer_buffers.py": "its importer would have over 500 lines",
     "model_runner/layers/elementwise_choice.py": "a choice beside all that it chooses among",
     "model_runner/layers/rotary_embedding.py": "a layer, as its neighbours are",
     "model_runner/checkpoint/kv_scales.py": "a kind of tensors, as its neighbours read others",

@@ -12,6 +12,7 @@ from kvrelay.device.device_streams import (
     DeviceEvent,
     DeviceStream,
     ImmediateStreams,
+    NoStaging,
     PinnedStaging,
     Pinning,
     Staging,
@@ -80,7 +81,7 @@ class CudaStreams:
 
     def make_staging(self) -> Staging:
         """See `Streams`."""
-        return PinnedStaging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+        return make_staging(self._device)
 
 
 class CudaPinning:
@@ -132,6 +133,13 @@ def record_event(device: torch.device) -> DeviceEvent:
 def make_streams(device: torch.device) -> Streams:
     """Make the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else ImmediateStreams()
+
+
+def make_staging(device: torch.device) -> Staging:
+    """Make host memory that a device copies from and to; a CPU needs none."""
+    if device.type != "cuda":
+        return NoStaging()
+    return PinnedStaging(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
 
 def make_pinning(device: torch.device) -> Pinning | None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.model_runner.torch_options import copy_array, to_device
+from kvrelay.model_runner.torch_options import to_device
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -62,20 +62,11 @@ class ForwardBatch:
 def input_ids_on(batch: ForwardBatch, device: torch.device) -> torch.Tensor:
     """``[T]`` token ids of the batch on the device, including those that the host does not know."""
     ids, pending = to_device(batch.input_ids, device), batch.pending
+    if pending is None:
+        return ids
+    places, sources = (to_device(one, device) for one in (pending.places, pending.sources))
     # Not in place: on a CPU they are the batch's own.
-    return ids if pending is None else ids.index_copy(0, *_pending_on(pending, device))
-
-
-def fill_input_ids(batch: ForwardBatch, target: torch.Tensor) -> None:
-    """Write `input_ids_on` into ``target [T]``, by work on the current stream."""
-    copy_array(batch.input_ids, target)
-    if batch.pending is not None:
-        target.index_copy_(0, *_pending_on(batch.pending, target.device))
-
-
-def _pending_on(pending: PendingIds, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places and the tokens, ``[P]`` each, on the device."""
-    return to_device(pending.places, device), pending.sampled[to_device(pending.sources, device)]
+    return ids.index_copy(0, places, pending.sampled[sources])
 
 
 def new_token_slots(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.device.cuda_streams import record_event
+from kvrelay.device.cuda_streams import make_staging, record_event
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
@@ -364,6 +364,7 @@ class ModelRunner:
                 self._graph_logits,
                 self._make_capture(),
                 partial(wait_for_device, self.device),
+                make_staging(self.device),
                 partial(record_event, self.device),
             )
             graphs.capture_all()

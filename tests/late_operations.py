@@ -35,6 +35,10 @@ class LateOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
+        with self:  # in inference mode an operation made of others, such as `to`, comes whole
+            made = func.decompose(*args, **options)
+        if made is not NotImplemented:
+            return made
         run, aliases = partial(func, *args, **options), [r.alias_info for r in func._schema.returns]
         has_inputs = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, options)))
         if not has_inputs or any(alias is not None and not alias.is_write for alias in aliases):

@@ -1,7 +1,9 @@
-"""What `make test` runs of a test with many parameters: all pairs of their values.
+"""What `make test` runs of a test with many cases.
 
-The other combinations have the mark `slow`: `make test-all` runs the whole product. What is chosen
-depends on the parameters alone, so that a test that fails fails again.
+Of a product of parameters these are all pairs of values, or, in rooms whose tests compute long,
+every value once. `few` says how many cases there are of a test that takes long. The others have
+the mark `slow`: `make test-all` runs all. The choice depends on the parameters alone, so that a
+test that fails fails again.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import pytest
 from _pytest.mark import ParameterSet
 
 SEED: Final = "seed"
-SEEDS: Final = 2
+SEEDS: Final = 1
 """How many values `make test` has of a parameter of this name: they are all alike."""
+COMPUTING: Final = frozenset({"engine", "model_runner"})
+"""The folders of tests that have every value of a parameter once, and not every pair."""
 
 Cell = Mapping[str, Hashable]
 """A case of a test: which value each parameter has, or each list of parameters."""
@@ -31,7 +35,10 @@ def mark_what_pairs_leave_out(items: Iterable[pytest.Item]) -> None:
         if hasattr(item, "callspec"):
             tests[item.path, item.cls, item.originalname].append(item)
     for cases in tests.values():
-        kept = choose([cell_of(case) for case in cases])
+        strength = 2 - (cases[0].path.parent.name in COMPUTING)
+        kept = sorted(choose([cell_of(case) for case in cases], strength))
+        if mark := cases[0].get_closest_marker("few"):
+            kept = spread(kept, *mark.args)
         for number, case in enumerate(cases):
             if number not in kept:
                 case.add_marker(pytest.mark.slow)
@@ -47,28 +54,38 @@ def cell_of(case: pytest.Function) -> Cell:
     return cell | {name: id(value) for name, value in params.items()}  # of fixtures
 
 
-def choose(cells: Sequence[Cell]) -> set[int]:
+def choose(cells: Sequence[Cell], strength: int) -> set[int]:
     """Which of a test's cases are run."""
     seeds = [*dict.fromkeys(cell.get(SEED) for cell in cells)][:SEEDS]
     few = [number for number, cell in enumerate(cells) if cell.get(SEED) in seeds]
-    return {few[number] for number in cover([cells[number] for number in few])}
+    return {few[number] for number in cover([cells[number] for number in few], strength)}
 
 
-def cover(cells: Sequence[Cell]) -> list[int]:
-    """Which of the cells together have every pair of values that any of them has."""
+def cover(cells: Sequence[Cell], strength: int) -> list[int]:
+    """Which of the cells together have every value, or every pair of values (strength 2)."""
     varying = [name for name in cells[0] if len({cell[name] for cell in cells}) > 1]
-    if len(varying) < 3:  # every cell is a pair of its own
+    if len(varying) <= strength:  # every cell is a value, or a pair, of its own
         return [*range(len(cells))]
-    pairs = [
-        frozenset(itertools.combinations([(name, cell[name]) for name in varying], 2))
+    parts = [
+        frozenset(itertools.combinations([(name, cell[name]) for name in varying], strength))
         for cell in cells
     ]
-    missing, chosen = set().union(*pairs), []
+    missing, chosen = set().union(*parts), []
     while missing:
-        best = max(range(len(cells)), key=lambda number: len(pairs[number] & missing))
+        best = max(range(len(cells)), key=lambda number: len(parts[number] & missing))
         chosen.append(best)
-        missing -= pairs[best]
+        missing -= parts[best]
     return chosen
+
+
+def spread(numbers: Sequence[int], count: int) -> list[int]:
+    """So many of them, the first and others at equal distances."""
+    return [*numbers[:: -(-len(numbers) // count)]]
+
+
+def few(count: int) -> pytest.MarkDecorator:
+    """Let `make test` run at most so many cases of a test that takes long, spread over the list."""
+    return pytest.mark.few(count)
 
 
 def whole(**parameters: Iterable[Any]) -> pytest.MarkDecorator:

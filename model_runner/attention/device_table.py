@@ -8,14 +8,14 @@ written on the same stream, behind the kernels of the step before.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from kvrelay.model_runner.attention.paged_plan import PagedPlan
 from kvrelay.model_runner.batch import Int32Array
-from kvrelay.model_runner.torch_options import copy_array
+from kvrelay.model_runner.torch_options import copy_array, pin_to_device
 
 COLUMNS: Final = 64
 """A table on the device has a multiple of this many columns."""
@@ -29,6 +29,20 @@ def table_changes(sent: Int32Array, table: Int32Array) -> Int32Array:
     """
     places = np.flatnonzero(sent != table)
     return np.stack((places.astype(np.int32), table.ravel()[places]))
+
+
+class TableUpdate(NamedTuple):
+    """The difference between a table and what was sent before it."""
+
+    table: Int32Array
+    """The table as it lies on the device."""
+    changes: Int32Array | None
+    """The result of `table_changes`; None: the whole table is sent."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the device has this table already."""
+        return self.changes is not None and not self.changes.size
 
 
 class DeviceTable:
@@ -45,6 +59,8 @@ class DeviceTable:
         self._device = device
         self._sent: Int32Array = _NOTHING
         self._pages = torch.empty(0, dtype=torch.int32, device=device)
+        self.version = 0
+        """A number that grows with each change of the table."""
 
     @property
     def nbytes(self) -> int:
@@ -54,18 +70,38 @@ class DeviceTable:
     def update(self, table: Int32Array) -> torch.Tensor:
         """Let the device have ``table [B, max_pages]``, by work on the current stream.
 
-        The whole table is sent if its shape has changed, or if changes would save less than half.
-
         Returns:
             ``[B, at least max_pages]`` int32 on the device, until the next `update`.
         """
+        return self.apply(self.compare(table))
+
+    def compare(self, table: Int32Array) -> TableUpdate:
+        """Compare ``table [B, max_pages]`` with what the device has.
+
+        The whole table is sent if its shape has changed, or if changes would save less than half.
+        """
         table = _widened(table)
-        whole = table.shape != self._sent.shape
-        changes = None if whole else table_changes(self._sent, table)
-        if changes is None or 2 * changes.size > table.size:
-            self._send_whole(table)
-        elif changes.size:
-            self._send(changes)
+        if table.shape != self._sent.shape:
+            return TableUpdate(table, None)
+        changes = table_changes(self._sent, table)
+        return TableUpdate(table, None if 2 * changes.size > table.size else changes)
+
+    def apply(self, update: TableUpdate, arrived: torch.Tensor | None = None) -> torch.Tensor:
+        """Let the device have the table of the latest `compare`; returns it as `update` does.
+
+        Args:
+            update: the result of `compare`.
+            arrived: its changes, if they are on the device already.
+        """
+        table, changes = update
+        if not update.is_empty:
+            self.version += 1
+            if changes is None:
+                self._send_whole(table)
+            elif arrived is None:
+                self._send(changes)
+            else:
+                self._write(arrived)
         self._sent = table
         return self._pages[: table.size].view(table.shape)
 
@@ -79,7 +115,10 @@ class DeviceTable:
     def _send(self, changes: Int32Array) -> None:
         arrived = torch.empty(changes.shape, dtype=torch.int32, device=self._device)
         copy_array(changes, arrived)
-        self._pages.index_copy_(0, arrived[0].long(), arrived[1])
+        self._write(arrived)
+
+    def _write(self, changes: torch.Tensor) -> None:
+        self._pages.index_copy_(0, changes[0].long(), changes[1])
 
 
 def _widened(table: Int32Array) -> Int32Array:
@@ -90,19 +129,47 @@ def _widened(table: Int32Array) -> Int32Array:
     return wide
 
 
-def gather_page_ids(pages: torch.Tensor, plan: PagedPlan, first_pages: Int32Array) -> torch.Tensor:
-    """``plan.page_ids`` on the device, gathered from the table of `DeviceTable.update`.
+def page_shifts(plan: PagedPlan, columns: int) -> Int32Array:
+    """``[B]``: the place of each sequence's first page in the flat table, less its first index.
+
+    The pages of a sequence lie one behind the other, in the table and among the plan's page ids.
+
+    Args:
+        plan: the plan.
+        columns: those of the table.
+    """
+    rows = np.arange(len(plan.first_pages), dtype=np.int32) * columns
+    return (rows + plan.first_pages - plan.kv_indptr[:-1]).astype(np.int32)
+
+
+def gather_page_ids(pages: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
+    """The page ids of all sequences on the device, ``[kv_indptr[B]]`` int32.
+
+    Args:
+        pages: ``[B, columns]``, the table of `DeviceTable.update`.
+        plan: the plan.
+    """
+    both = np.stack((plan.kv_indptr[1:], page_shifts(plan, pages.shape[1])))
+    ends, shifts = pin_to_device(both, pages.device)
+    return take_page_ids(pages, ends, shifts, plan.num_pages)
+
+
+def take_page_ids(
+    pages: torch.Tensor,
+    ends: torch.Tensor,
+    shifts: torch.Tensor,
+    count: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gather_page_ids` with ``kv_indptr[1:]`` and the shifts, ``[B]`` int32 each, on the device.
 
     Args:
         pages: ``[B, columns]``
-        plan: the plan, whose `kv_indptr` is read.
-        first_pages: ``[B]``, the first visible page of each sequence's row: see `visible_pages`.
+        ends: ``[B]``
+        shifts: ``[B]``
+        count: the number of page ids.
+        out: ``[count]``, the memory to write to.
     """
-    count, starts = int(plan.kv_indptr[-1]), plan.kv_indptr[:-1]
-    rows = np.arange(len(starts), dtype=np.int32) * pages.shape[1]
-    # A sequence's pages lie one behind the other: its first place less its first index.
-    offsets = np.stack((rows + first_pages - starts, np.diff(plan.kv_indptr))).astype(np.int32)
-    arrived = torch.empty(offsets.shape, dtype=torch.int32, device=pages.device)
-    copy_array(offsets, arrived)
-    shifts = torch.repeat_interleave(arrived[0], arrived[1], output_size=count)
-    return pages.view(-1)[shifts + torch.arange(count, dtype=torch.int32, device=pages.device)]
+    order = torch.arange(count, dtype=torch.int32, device=pages.device)
+    owners = torch.searchsorted(ends, order, right=True)
+    return torch.index_select(pages.view(-1), 0, shifts[owners] + order, out=out)

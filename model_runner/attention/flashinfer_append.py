@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.model_runner.attention.new_tokens import StaticNewTokens
-from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
+from kvrelay.model_runner.torch_options import pin_to_device
 
 APPENDED_DIMS = (64, 128, 256, 512)
 """The dimensions of heads of keys and values that the kernels write."""
@@ -61,11 +63,9 @@ class AppendKernel:
         self, batch: ForwardBatch, page_table: Int32Array, device: torch.device
     ) -> AppendedTokens:
         """The new tokens of `batch`."""
-        count = len(batch.positions)
-        page_ids, slots = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
-        tokens = AppendedTokens(page_ids, slots, self)
-        tokens.fill(batch, page_table, self.page_size)
-        return tokens
+        places = np.stack(new_token_slots(batch, page_table, self.page_size)).astype(np.int32)
+        page_ids, slots = pin_to_device(places, device)
+        return AppendedTokens(page_ids, slots, self)
 
     def write(
         self, pages: torch.Tensor, new: torch.Tensor, sequences: Mapping[str, torch.Tensor]

@@ -3,9 +3,9 @@
 The only file that imports flashinfer, and only when this backend is chosen.
 
 Each pool of a step is planned once, for all of the pool's layers, from arrays on the host; a layer
-then only launches kernels. Steps in which each sequence brings one token run the decode kernels.
-All others (prompts, drafts to verify, and tokens beside them) run the prefill kernels. Latents
-(MLA) have kernels of their own for both.
+then only launches kernels. The sequences at the beginning of a step that bring one token each run
+the decode kernels, which divide the KV of each of them. All others (prompts, and drafts to verify)
+run the prefill kernels behind them. Latents (MLA) have kernels of their own for both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -36,9 +36,9 @@ from kvrelay.model_runner.attention.flashinfer_compiler import (
 )
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
-from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages, visible_pages
+from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.config.cuda_graphs import GraphSizes
+from kvrelay.model_runner.config.cuda_graphs import GraphRoom
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
 
@@ -88,6 +88,15 @@ class Wrapper(Protocol):
 
 
 WrapperSets: TypeAlias = Sequence[tuple[Wrapper, ...]]
+
+
+class PlannedRows(NamedTuple):
+    """Rows of a step that one kind of kernels computes, as it was planned."""
+
+    wrapper: Wrapper
+    rows: slice
+    empty_heads: int = 0
+    """The query heads that were planned behind the model's own, with nothing in them."""
 
 
 def flashinfer_lacks(
@@ -213,8 +222,9 @@ class FlashInfer:
         # Zeroed: the decode kernels expect it.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[int | None, WrapperSets] = {}
-        self._buffers: dict[int | None, GraphBuffers] = {}
-        self._graph_wrappers: dict[tuple[int | None, int], Wrapper] = {}
+        self.graph_buffers: GraphBuffers | None = None
+        """The memory of CUDA graphs; None: there are none."""
+        self._graph_wrappers: dict[tuple[int, int], Wrapper] = {}
         self._ragged: tuple[Wrapper, ...] = ()
 
     @property
@@ -227,8 +237,9 @@ class FlashInfer:
         """The device bytes that the workspace and the wrappers have taken so far."""
         sets = [one for both in self._wrappers.values() for one in both]
         wrappers = sum(map(len, sets)) + len(self._graph_wrappers) + len(self._ragged)
-        buffers = sum(one.nbytes for one in self._buffers.values())
-        return WORKSPACE_BYTES + WRAPPER_BYTES * wrappers + buffers
+        buffers = self.graph_buffers
+        taken = 0 if buffers is None else buffers.nbytes
+        return WORKSPACE_BYTES + WRAPPER_BYTES * wrappers + taken
 
     def wrappers(self, geometry: KVGeometry, heads: QueryHeads) -> WrapperSets:
         """The wrappers of a model's pools with this window, made once.
@@ -252,19 +263,21 @@ class FlashInfer:
         return self._ragged
 
     def make_graph_parts(
-        self, geometry: KVGeometry, heads: QueryHeads, sizes: GraphSizes, max_pages: int
+        self, geometries: Sequence[KVGeometry], heads: QueryHeads, room: GraphRoom
     ) -> None:
-        """Make the wrappers for the CUDA graphs of the pool with this window, one for each size."""
-        buffers = GraphBuffers(geometry, sizes.largest, max_pages, self._device)
-        self._buffers[geometry.window] = buffers
-        make = self._make_latent_graph if geometry.latent else self._make_grouped_graph
-        for size in sizes.sizes:
-            wrapper = make(geometry, heads, buffers.of_wrapper(size))
-            self._graph_wrappers[geometry.window, size] = wrapper
+        """Make the memory for the CUDA graphs of a model's pools, and a wrapper for each size."""
+        most_pages = [one.pages_for(room.max_tokens) for one in geometries]
+        buffers = GraphBuffers(geometries, room.sizes, most_pages, self._device)
+        self.graph_buffers = buffers
+        for pool, geometry in enumerate(geometries):
+            make = self._make_latent_graph if geometry.latent else self._make_grouped_graph
+            for size in room.sizes.sizes:
+                wrapper = make(geometry, heads, buffers.of_wrapper(pool, size))
+                self._graph_wrappers[pool, size] = wrapper
 
-    def graph_parts(self, geometry: KVGeometry, size: int) -> tuple[GraphBuffers, Wrapper]:
-        """The buffers and the wrapper of a pool's graph of `size` sequences, made before."""
-        return self._buffers[geometry.window], self._graph_wrappers[geometry.window, size]
+    def graph_wrapper(self, pool: int, size: int) -> Wrapper:
+        """The wrapper of a pool's graph of `size` sequences, made before."""
+        return self._graph_wrappers[pool, size]
 
     def csr_metadata(self, *arrays: torch.Tensor) -> object:
         """The metadata that the latents' wrapper takes its arrays in."""
@@ -274,6 +287,10 @@ class FlashInfer:
         """`array` in pinned memory, so that copies to the device need not be waited for."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+    def as_tensor(self, array: Int32Array) -> torch.Tensor:
+        """`array` itself, for what the host alone reads, and at once."""
+        return torch.from_numpy(array)
 
     def _make_latent(self, _geometry: KVGeometry, _heads: QueryHeads) -> tuple[Wrapper, ...]:
         # fa2 runs from sm_80 on and reads latents in place, whatever the page's size.
@@ -303,7 +320,8 @@ class FlashInfer:
         wrapper: Wrapper = self.package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             kv_layout="HND",
-            backend=self._backend_of(geometry),
+            # The only one that has decode kernels for single tokens.
+            backend="fa2",
             # Kernels without tensor cores have no option not to divide.
             use_tensor_cores=group not in CUDA_CORE_GROUPS or not self._divides,
             **options,
@@ -354,7 +372,8 @@ class FlashInferAttention:
         self.fp8 = fp8
         self._sets = flashinfer.wrappers(pool.geometry, heads)
         self._turn = 0
-        self._table = DeviceTable(pool.data.device)
+        self.table = DeviceTable(pool.data.device)
+        """The page table of the latest step, of graphs too."""
         self.latest: FlashInferStepAttention | None = None
         self._append: AppendKernel | None = None
         if appends(pool.geometry, heads.value_dim):
@@ -389,13 +408,9 @@ class FlashInferAttention:
     def lay_out(
         self, batch: ForwardBatch, page_table: Int32Array
     ) -> tuple[PagedPlan, torch.Tensor]:
-        """The arrays of `batch`, and its page ids on the device, to which only changes are sent.
-
-        FlashInfer waits for copies of page ids to a graph's memory unless they are there already.
-        """
-        geometry = self.pool.geometry
-        plan, (first, _) = plan_pages(batch, page_table, geometry), visible_pages(batch, geometry)
-        return plan, gather_page_ids(self._table.update(page_table), plan, first)
+        """The arrays of `batch`, and its page ids on the device, to which only changes are sent."""
+        plan = plan_pages(batch, self.pool.geometry)
+        return plan, gather_page_ids(self.table.update(page_table), plan)
 
     def plan_decode(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
         """Plan kernels for one new token of each sequence; kernels of latents take any number."""
@@ -410,6 +425,38 @@ class FlashInferAttention:
                 **self._options(),
             )
 
+    def replan_decode(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
+        """Plan a graph's kernels anew, whose buffers have the arrays of `plan` already.
+
+        FlashInfer's `plan` would copy them there again. For latents it also clones these buffers
+        and the plan's 8 MiB before, to undo what fails.
+        """
+        geometry, heads = self.pool.geometry, self.heads
+        as_tensor = self.flashinfer.as_tensor
+        if not geometry.latent:
+            self.flashinfer.package.fast_decode_plan(
+                wrapper,
+                as_tensor(plan.kv_indptr),
+                page_ids,
+                as_tensor(plan.last_page_len),
+                head_dim=geometry.head_dim,
+                **self.flashinfer.split_options,
+                **self._options(),
+            )
+            return
+        arrays = (plan.query_indptr, plan.kv_indptr, plan.kv_lens)
+        # What a wrapper shows of its latest plan for this purpose, as SGLang uses it.
+        latest: Any = wrapper
+        latest._cached_module.plan(
+            latest._float_workspace_buffer,
+            latest._int_workspace_buffer,
+            latest._pin_memory_int_workspace_buffer,
+            *map(as_tensor, arrays),
+            heads.num_heads,
+            heads.value_dim,
+            True,
+        )
+
     def plan_prefill(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
         """Plan kernels for any number of new tokens."""
         wrapper.plan(
@@ -421,27 +468,22 @@ class FlashInferAttention:
             **self._options(),
         )
 
-    def planned_heads(self, plan: PagedPlan) -> int:
-        """The query heads that kernels are planned for: those of the model first, then empty ones.
+    def empty_heads(self, plan: PagedPlan) -> int:
+        """The query heads to be planned behind the model's own, with nothing in them.
 
         A tile of queries over latents must not end within a token, unless it has one sequence's
         only token.
         """
-        if self.pool.geometry.latent and not plan.is_decode:
-            return fitting_heads(self.heads.num_heads)
-        return self.heads.num_heads
+        if plan.is_decode or not self.pool.geometry.latent:
+            return 0
+        return fitting_heads(self.heads.num_heads) - self.heads.num_heads
 
     def attend(
-        self,
-        wrapper: Wrapper,
-        new_tokens: NewTokens,
-        layer: int,
-        rows: torch.Tensor,
-        planned_heads: int | None = None,
+        self, parts: Sequence[PlannedRows], new_tokens: NewTokens, layer: int, rows: torch.Tensor
     ) -> torch.Tensor:
         """Write and attend as planned; shapes as in `StepAttention.attend`.
 
-        `planned_heads` are those of the plan; None: as many as the model has.
+        The parts are of all rows, in their order. Latents have one part.
         """
         num_heads, fp8 = self.heads.num_heads, self.fp8
         if missing := self.pool.geometry.head_dim - rows.shape[2]:
@@ -449,20 +491,23 @@ class FlashInferAttention:
         pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
         new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
         if self.pool.geometry.latent:
+            [part] = parts
             latents = pages[:, 0, 0]  # one part, one head: [pages, page_size, head_dim]
             scales = {}
             if fp8 is not None:  # of the latent and of its rotary key: they are one vector here
                 scales = dict.fromkeys(("ckv_scale", "kpe_scale"), fp8.scales[layer].key)
-            if planned_heads is not None and planned_heads > num_heads:
-                queries = functional.pad(queries, (0, 0, 0, planned_heads - num_heads))
-            sums = wrapper.run(query=queries, kv_cache=latents, **scales)
+            if part.empty_heads:
+                queries = functional.pad(queries, (0, 0, 0, part.empty_heads))
+            sums = part.wrapper.run(query=queries, kv_cache=latents, **scales)
             return sums[:, :num_heads].flatten(1)
-        parts = (pages[:, 0], pages[:, 1])
         scales = {}
         if fp8 is not None:
             scales = {"k_scale": fp8.scales[layer].key, "v_scale": fp8.scales[layer].value}
-        sums = wrapper.run(queries, parts, **scales)
-        return sums[..., : self.heads.value_dim].flatten(1)
+        # Without `out` the prefill kernels' results would be zeroed before they are written.
+        results, both = queries.new_empty(queries.shape), (pages[:, 0], pages[:, 1])
+        for part in parts:
+            part.wrapper.run(queries[part.rows], both, out=results[part.rows], **scales)
+        return results[..., : self.heads.value_dim].flatten(1)
 
     def _pages(self, plan: PagedPlan, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         to_host = self.flashinfer.to_host
@@ -487,7 +532,7 @@ class FlashInferAttention:
         starts = (to_host(plan.query_indptr), to_host(plan.kv_indptr))
         wrapper.plan(
             metadata=self.flashinfer.csr_metadata(*starts, page_ids, to_host(plan.kv_lens)),
-            num_heads=self.planned_heads(plan),
+            num_heads=heads.num_heads + self.empty_heads(plan),
             head_dim_ckv=heads.value_dim,
             head_dim_kpe=geometry.head_dim - heads.value_dim,
             page_size=geometry.page_size,
@@ -506,24 +551,35 @@ class FlashInferStepAttention:
     ) -> None:
         self._backend = backend
         self._new_tokens = backend.locate(batch, page_table)
-        self._wrapper: Wrapper | None = None
+        self._parts: Sequence[PlannedRows] = ()
         if len(batch.positions):
-            plan, page_ids = backend.lay_out(batch, page_table)
-            self._planned_heads = backend.planned_heads(plan)
-            self._wrapper = self._plan(plan, page_ids)
+            self._parts = self._plan(*backend.lay_out(batch, page_table))
 
     def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend = self._backend
         assert backend.latest is self, "a later plan has taken this one's place"
-        if self._wrapper is None:
+        if not self._parts:
             return rows.new_empty(0, backend.heads.num_heads * backend.heads.value_dim)
-        return backend.attend(self._wrapper, self._new_tokens, layer, rows, self._planned_heads)
+        return backend.attend(self._parts, self._new_tokens, layer, rows)
 
-    def _plan(self, plan: PagedPlan, page_ids: torch.Tensor) -> Wrapper:
+    def _plan(self, plan: PagedPlan, page_ids: torch.Tensor) -> Sequence[PlannedRows]:
+        """Plan the decode kernels for the first rows, and the prefill kernels for the others."""
         backend, wrappers = self._backend, self._backend.wrappers
+        count, decodes = len(plan.last_page_len), plan.num_decodes
         if plan.is_decode or backend.pool.geometry.latent:
             backend.plan_decode(wrappers[-1], plan, page_ids)
-            return wrappers[-1]
-        backend.plan_prefill(wrappers[0], plan, page_ids)
-        return wrappers[0]
+            return [PlannedRows(wrappers[-1], slice(None), backend.empty_heads(plan))]
+        parts = []
+        if decodes:
+            backend.plan_decode(wrappers[-1], *_part_of(plan, page_ids, 0, decodes))
+            parts.append(PlannedRows(wrappers[-1], slice(decodes)))
+        backend.plan_prefill(wrappers[0], *_part_of(plan, page_ids, decodes, count))
+        return [*parts, PlannedRows(wrappers[0], slice(decodes, None))]
+
+
+def _part_of(
+    plan: PagedPlan, page_ids: torch.Tensor, first: int, end: int
+) -> tuple[PagedPlan, torch.Tensor]:
+    """The sequences ``[first, end)`` of a plan, and their page ids."""
+    return plan.part(first, end), page_ids[plan.kv_indptr[first] : plan.kv_indptr[end]]

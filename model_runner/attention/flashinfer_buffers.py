@@ -1,57 +1,214 @@
-"""The arrays of a step of decode at fixed addresses, as CUDA graphs read them."""
+"""The arrays of a step of decode at fixed addresses, as CUDA graphs read them.
+
+All arrays of a step lie in one block of device memory, and one copy brings them there from one
+piece of pinned memory. Those whose lengths the graph's size decides come first::
+
+    input ids | positions | for each pool `PoolArrays` | tokens awaited, changes of page tables
+
+Page ids are not among them. They are gathered on the device, into memory that stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvrelay.device.device_streams import StagingSet
 from kvrelay.mem_cache.geometry import KVGeometry
+from kvrelay.model_runner.attention.device_table import take_page_ids
+from kvrelay.model_runner.attention.paged_plan import PagedPlan
+from kvrelay.model_runner.batch import Int32Array
+from kvrelay.model_runner.config.cuda_graphs import GraphSizes
+
+HostArray: TypeAlias = npt.NDArray[Any]
+MOST_CHANGES: Final = 4
+"""The changes of a page table, for each sequence, that come with a step's other arrays."""
+_ALIGNMENT: Final = 16
+_FIXED_BYTES: Final = 16
+"""The bytes a sequence of token ids and positions."""
+_POOL_BYTES: Final = 20
+"""The bytes a sequence of a pool's arrays."""
 
 
-class GraphBuffers:
-    """The arrays of one pool, on its device; graphs of all sizes share them, each the first part.
+class PoolArrays(NamedTuple):
+    """The arrays of one pool in a `StepBlock`, int32 on the device."""
+
+    new_pages: torch.Tensor
+    """``[size]`` pages that new tokens are written to."""
+    new_slots: torch.Tensor
+    """``[size]`` places of new tokens in their pages."""
+    indptr: torch.Tensor
+    """``[size + 1]``, `PagedPlan.kv_indptr`."""
+    lengths: torch.Tensor
+    """``[size]``, `PagedPlan.last_page_len`, of latents `PagedPlan.kv_lens`."""
+    shifts: torch.Tensor
+    """``[size]``, as `device_table.page_shifts`."""
+
+
+class StepArrays(NamedTuple):
+    """The arrays whose lengths a graph's size decides, on the device."""
+
+    input_ids: torch.Tensor
+    """``[size]`` int64"""
+    positions: torch.Tensor
+    """``[size]`` int64"""
+    pools: Sequence[PoolArrays]
+
+
+class StepBlock:
+    """Device memory for the arrays of one step; graphs of all sizes share it.
 
     Args:
-        geometry: the pool's geometry.
-        largest: the most sequences of a step.
-        max_pages: the most pages of a sequence.
-        device: the pool's device.
+        sizes: the sizes of graphs.
+        num_pools: the pools of a step.
+        device: the pools' device.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, largest: int, max_pages: int, device: torch.device
-    ) -> None:
-
-        def zeros(count: int) -> torch.Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=device)
-
-        self.new_pages = zeros(largest)
-        """The pages that new tokens are written to."""
-        self.new_slots = zeros(largest)
-        self._query_indptr = zeros(largest + 1)
-        self._indptr = zeros(largest + 1)
-        self._page_ids = zeros(largest * max_pages)
-        self._lengths = zeros(largest)
-        self._latent = geometry.latent
+    def __init__(self, sizes: GraphSizes, num_pools: int, device: torch.device) -> None:
+        self._num_pools = num_pools
+        changes = 2 * 4 * MOST_CHANGES
+        each = 2 * _FIXED_BYTES + num_pools * (_POOL_BYTES + changes)
+        pieces = 4 + 6 * num_pools
+        nbytes = each * sizes.largest + 2 * _ALIGNMENT * pieces
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     @property
     def nbytes(self) -> int:
         """The device memory that is taken, in bytes."""
-        return sum(one.nbytes for one in vars(self).values() if isinstance(one, torch.Tensor))
+        return self._memory.nbytes
 
-    def of_wrapper(self, size: int) -> Mapping[str, torch.Tensor]:
-        """The buffers that the wrapper of `size` sequences plans into, by FlashInfer's names."""
-        indptr, lengths = self._indptr[: size + 1], self._lengths[:size]
-        if not self._latent:
+    def arrays(self, size: int) -> StepArrays:
+        """The arrays of the graph of `size` sequences; those of other sizes lie in the same place.
+
+        `send` writes the first arrays that it is given here, if these have the same lengths.
+        """
+        int64, pool = np.empty(size, np.int64), [np.empty(size, np.int32)] * 5
+        pool[2] = np.empty(size + 1, np.int32)
+        ids, positions, *others = self._views([int64, int64, *(pool * self._num_pools)])
+        pools = [PoolArrays(*others[i : i + 5]) for i in range(0, len(others), 5)]
+        return StepArrays(ids, positions, pools)
+
+    def send(self, arrays: Sequence[HostArray], staging: StagingSet) -> list[torch.Tensor]:
+        """Copy arrays of the host to the device, by one copy on the current stream.
+
+        Returns:
+            The arrays on the device, until the next `send`.
+        """
+        starts = _starts(arrays)
+        packed = np.zeros(starts[-1], np.uint8)
+        for array, start in zip(arrays, starts, strict=False):
+            packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        staged = torch.from_numpy(staging.put(packed))
+        self._memory[: len(packed)].copy_(staged, non_blocking=True)
+        return self._views(arrays)
+
+    def _views(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
+        starts = _starts(arrays)
+        assert starts[-1] <= len(self._memory)
+        return [
+            self._memory[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+            for array, start in zip(arrays, starts, strict=False)
+        ]
+
+
+_DTYPES: Final = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+def _starts(arrays: Sequence[HostArray]) -> list[int]:
+    """The place of each array in a block, and the end of the last one."""
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return starts
+
+
+class GraphPages:
+    """The page ids of one pool's steps at a fixed address; graphs of all sizes share them.
+
+    Args:
+        count: the most page ids of a step.
+        device: the pool's device.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.ids = torch.zeros(count, dtype=torch.int32, device=device)
+        """``[count]`` int32; the first ones are a step's."""
+        self._held: tuple[int, Int32Array, Int32Array] | None = None
+
+    def gather(
+        self, table: torch.Tensor, version: int, plan: PagedPlan, shifts: Int32Array, at: PoolArrays
+    ) -> torch.Tensor:
+        """Let `ids` begin with the page ids of `plan`, by work on the current stream.
+
+        Nothing is launched if they are there already.
+
+        Args:
+            table: the page table of `DeviceTable`.
+            version: the table's.
+            plan: the plan.
+            shifts: as `page_shifts`.
+            at: the same arrays on the device.
+
+        Returns:
+            ``[num_pages]``
+        """
+        ids = self.ids[: plan.num_pages]
+        if not self._holds(version, plan.kv_indptr, shifts):
+            self._held = None  # if this fails, the contents are unknown
+            take_page_ids(table, at.indptr[1:], at.shifts, plan.num_pages, out=ids)
+            self._held = version, plan.kv_indptr, shifts
+        return ids
+
+    def _holds(self, version: int, indptr: Int32Array, shifts: Int32Array) -> bool:
+        if self._held is None or self._held[0] != version:
+            return False
+        return np.array_equal(self._held[1], indptr) and np.array_equal(self._held[2], shifts)
+
+
+class GraphBuffers:
+    """The memory of all graphs of one model.
+
+    Args:
+        geometries: those of its pools.
+        sizes: the sizes of graphs.
+        most_pages: the most pages of a sequence, in each pool.
+        device: the pools' device.
+    """
+
+    def __init__(
+        self,
+        geometries: Sequence[KVGeometry],
+        sizes: GraphSizes,
+        most_pages: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.block = StepBlock(sizes, len(geometries), device)
+        self.pages = [GraphPages(sizes.largest * most, device) for most in most_pages]
+        self._query_indptr = torch.arange(sizes.largest + 1, dtype=torch.int32, device=device)
+        self._latent = [geometry.latent for geometry in geometries]
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory that is taken, in bytes."""
+        pages = sum(one.ids.nbytes for one in self.pages)
+        return self.block.nbytes + pages + self._query_indptr.nbytes
+
+    def of_wrapper(self, pool: int, size: int) -> Mapping[str, torch.Tensor]:
+        """The buffers that a pool's wrapper of `size` sequences reads, by FlashInfer's names."""
+        arrays, ids = self.block.arrays(size).pools[pool], self.pages[pool].ids
+        if not self._latent[pool]:
             return {
-                "paged_kv_indptr_buffer": indptr,
-                "paged_kv_indices_buffer": self._page_ids,
-                "paged_kv_last_page_len_buffer": lengths,
+                "paged_kv_indptr_buffer": arrays.indptr,
+                "paged_kv_indices_buffer": ids,
+                "paged_kv_last_page_len_buffer": arrays.lengths,
             }
         return {
             "qo_indptr": self._query_indptr[: size + 1],
-            "kv_indptr": indptr,
-            "kv_indices": self._page_ids,
-            "kv_len_arr": lengths,
+            "kv_indptr": arrays.indptr,
+            "kv_indices": ids,
+            "kv_len_arr": arrays.lengths,
         }

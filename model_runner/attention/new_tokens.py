@@ -7,17 +7,15 @@ import torch
 
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
-from kvrelay.model_runner.torch_options import copy_array, pin_to_device
+from kvrelay.model_runner.torch_options import pin_to_device
 
 
 class NewTokens:
     """The places of one batch's new tokens in a pool, on the pool's device."""
 
     def __init__(self, batch: ForwardBatch, page_table: Int32Array, pool: KVPool) -> None:
-        self._page_ids, self._slots = (
-            pin_to_device(array, pool.data.device)
-            for array in new_token_slots(batch, page_table, pool.geometry.page_size)
-        )
+        places = np.stack(new_token_slots(batch, page_table, pool.geometry.page_size))
+        self._page_ids, self._slots = pin_to_device(places, pool.data.device)
 
     def write(self, pages: torch.Tensor, new: torch.Tensor) -> None:
         """Store the new tokens.
@@ -32,14 +30,7 @@ class NewTokens:
 
 
 class StaticNewTokens(NewTokens):
-    """New tokens at fixed addresses on the pool's device: ``page_ids, slots [T]`` int32."""
+    """New tokens whose places others write to the device: ``page_ids, slots [T]`` int32."""
 
     def __init__(self, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
         self._page_ids, self._slots = page_ids, slots
-
-    def fill(self, batch: ForwardBatch, page_table: Int32Array, page_size: int) -> None:
-        """Set the places for `batch`, which has as many new tokens; the next `write` uses them."""
-        arrays = new_token_slots(batch, page_table, page_size)
-        for array, target in zip(arrays, (self._page_ids, self._slots), strict=True):
-            # In the target's dtype: the host would wait for a copy that converts.
-            copy_array(array.astype(np.int32), target)

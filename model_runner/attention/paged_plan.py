@@ -3,8 +3,8 @@
 All arrays are int32 and on the host. Sequence `b` is, as in a sparse matrix by rows (CSR)::
 
     queries     rows [query_indptr[b], query_indptr[b + 1]) of the batch
-    pages       page_ids[kv_indptr[b] : kv_indptr[b + 1]], the last one
-                filled with last_page_len[b] tokens
+    pages       kv_indptr[b + 1] - kv_indptr[b] entries of its page table from
+                first_pages[b] on, the last one filled with last_page_len[b] tokens
 
 A window's pages begin with the oldest token that the first new one sees. So positions in these
 arrays count from there. Kernels count positions from the end of a sequence, where its new tokens
@@ -28,9 +28,9 @@ class PagedPlan:
     query_indptr: Int32Array
     """``[B + 1]``"""
     kv_indptr: Int32Array
-    """``[B + 1]``"""
-    page_ids: Int32Array
-    """``[kv_indptr[B]]``: no page is below a window, and none is past a sequence's end."""
+    """``[B + 1]``: no page is below a window, and none is past a sequence's end."""
+    first_pages: Int32Array
+    """``[B]`` places in the page table."""
     last_page_len: Int32Array
     """``[B]`` from 1 to `page_size`; 0 if the sequence has no pages here."""
     kv_lens: Int32Array
@@ -39,24 +39,41 @@ class PagedPlan:
     @property
     def is_decode(self) -> bool:
         """Whether each sequence brings one token."""
-        return bool((np.diff(self.query_indptr) == 1).all())
+        return self.num_decodes == len(self.last_page_len)
+
+    @property
+    def num_pages(self) -> int:
+        """The pages of all sequences; one that sequences share counts for each."""
+        return int(self.kv_indptr[-1])
+
+    @property
+    def num_decodes(self) -> int:
+        """The sequences at the beginning that bring one token each."""
+        others = np.flatnonzero(np.diff(self.query_indptr) != 1)
+        return int(others[0]) if len(others) else len(self.last_page_len)
+
+    def part(self, first: int, end: int) -> PagedPlan:
+        """The sequences ``[first, end)`` alone."""
+        queries, pages = self.query_indptr[first : end + 1], self.kv_indptr[first : end + 1]
+        return PagedPlan(
+            query_indptr=queries - queries[0],
+            kv_indptr=pages - pages[0],
+            first_pages=self.first_pages[first:end],
+            last_page_len=self.last_page_len[first:end],
+            kv_lens=self.kv_lens[first:end],
+        )
 
 
-def plan_pages(batch: ForwardBatch, page_table: Int32Array, geometry: KVGeometry) -> PagedPlan:
-    """Lay out `batch` for the pool of `geometry`, whose pages are in `page_table`.
-
-    ``page_table [B, max_pages]`` is as in `ForwardBatch.page_tables`.
-    """
+def plan_pages(batch: ForwardBatch, geometry: KVGeometry) -> PagedPlan:
+    """Lay out `batch` for the pool of `geometry`."""
     first_pages, end_pages = visible_pages(batch, geometry)
     counts = end_pages - first_pages
     kv_indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    owners = np.repeat(np.arange(len(counts)), counts)
-    within = np.arange(len(owners)) - kv_indptr[:-1][owners]
     kv_lens = np.where(counts > 0, batch.seq_lens - first_pages * geometry.page_size, 0)
     return PagedPlan(
         query_indptr=np.ascontiguousarray(batch.query_start, np.int32),
         kv_indptr=kv_indptr,
-        page_ids=page_table[owners, first_pages[owners] + within].astype(np.int32),
+        first_pages=first_pages.astype(np.int32),
         last_page_len=(kv_lens - np.maximum(counts - 1, 0) * geometry.page_size).astype(np.int32),
         kv_lens=kv_lens.astype(np.int32),
     )

@@ -1,8 +1,9 @@
 """Steps of decode as CUDA graphs: one for each of some numbers of sequences.
 
 A graph reads and writes the same addresses each time. So a step's arrays are padded to the size of
-the next larger graph, and copied to the addresses that it was captured with. FlashInfer plans
-outside of the graph, also into fixed memory. Then all kernels are launched at once.
+the next larger graph. One copy from pinned memory brings all of them to the addresses that the
+graph was captured with. FlashInfer plans outside of the graph, also into fixed memory, and
+only if the plan would be another one. Then all kernels are launched at once.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvrelay.device.device_streams import PASSED, DeviceEvent
+from kvrelay.device.device_streams import PASSED, DeviceEvent, Staging, StagingSet
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
+from kvrelay.model_runner.attention.flashinfer_buffers import HostArray, StepBlock
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array
 from kvrelay.model_runner.config.cuda_graphs import GraphRoom
 from kvrelay.model_runner.graphs.capture import Capture, Graph
+from kvrelay.model_runner.graphs.graph_step import GraphStep
 from kvrelay.model_runner.layers.decoder import Decoder, StepInputs
 from kvrelay.model_runner.torch_options import pin_to_device
 
@@ -30,15 +33,39 @@ logger = logging.getLogger(__name__)
 class StaticStep:
     """The memory of the steps of one graph's size."""
 
+    block: StepBlock
     inputs: StepInputs
     attention: Sequence[GraphStep]
     """The attention of each pool."""
 
-    def fill(self, padded: ForwardBatch) -> None:
-        """Fill the memory with `padded`, which is launched next. Not to be captured."""
-        self.inputs.fill(padded)
-        for step, table in zip(self.attention, padded.page_tables, strict=True):
-            step.fill(padded, table)
+    def fill(
+        self, padded: ForwardBatch, staging: StagingSet, before_plan: Callable[[], None]
+    ) -> None:
+        """Fill the memory with `padded`, which is launched next. Not to be captured.
+
+        Args:
+            padded: the batch.
+            staging: the memory that its arrays are copied from.
+            before_plan: called before kernels are planned anew.
+        """
+        pools = [
+            step.lay_out(padded, table)
+            for step, table in zip(self.attention, padded.page_tables, strict=True)
+        ]
+        fixed: list[HostArray] = [padded.input_ids, padded.positions]
+        for pool in pools:
+            fixed += pool.arrays
+        pending = padded.pending
+        awaited = [] if pending is None else [pending.places, pending.sources]
+        changes = [pool.changes for pool in pools]
+        sent = [one for one in changes if one is not None]
+        arrived = self.block.send([*fixed, *awaited, *sent], staging)[len(fixed) :]
+        if pending is not None:
+            places, sources, *arrived = arrived
+            self.inputs.input_ids.index_copy_(0, places, pending.sampled[sources])
+        left = iter(arrived)
+        for step, pool in zip(self.attention, pools, strict=True):
+            step.place(pool, None if pool.changes is None else next(left), before_plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +90,7 @@ class DecodeGraphs:
             own they would take memory for the sum of all sizes.
         capture: records a graph.
         wait: returns when launched work is done.
+        staging: the memory that steps' arrays are copied from.
         record: returns an event behind the work that was launched on the current stream.
     """
 
@@ -75,7 +103,8 @@ class DecodeGraphs:
         logits: torch.Tensor,
         capture: Capture,
         wait: Callable[[], None],
-        record: Callable[[], DeviceEvent] = lambda: PASSED,
+        staging: Staging,
+        record: Callable[[], DeviceEvent],
     ) -> None:
         assert all(pool.reserved_pages for pool in pools), "each page may be a request's"
         self._decoder = decoder
@@ -87,8 +116,10 @@ class DecodeGraphs:
         self._wait = wait
         self._record = record
         self._filled: DeviceEvent = PASSED
-        """The event behind the copies of the latest step's arrays."""
-        self._inputs = StepInputs.zeros(room.sizes.largest, pools[0].data.device)
+        """The event behind the copies of the latest step's arrays and plans."""
+        self._staging = staging
+        self._rows = torch.arange(room.sizes.largest, device=pools[0].data.device)
+        """The rows whose logits are wanted: all."""
         self._graphs: dict[int, DecodeGraph] = {}
 
     def capture_all(self) -> None:
@@ -107,13 +138,17 @@ class DecodeGraphs:
         if size is None:
             return None
         chosen = self._graphs[size]
-        # FlashInfer copies a plan from memory that the next plan overwrites, so wait for that.
-        # The copies come behind the step before the latest, whose results are on the host already.
-        self._filled.wait()
-        chosen.step.fill(pad_batch(batch, size, self._dummy_pages))
-        self._filled = self._record()
+        self._fill(chosen.step, pad_batch(batch, size, self._dummy_pages))
         chosen.graph.replay()
         return _rows_of(chosen.logits, batch.logit_rows)
+
+    def _fill(self, step: StaticStep, padded: ForwardBatch) -> None:
+        # FlashInfer copies a plan from memory that the next plan overwrites, so wait for that.
+        # The copies come behind the step before the latest, whose results are on the host already.
+        staging = self._staging.begin()
+        step.fill(padded, staging, self._filled.wait)
+        self._filled = self._record()
+        staging.use_until(self._filled)
 
     def _size_for(self, batch: ForwardBatch) -> int | None:
         # A draft model's sequences may be longer than those that it was made for.
@@ -122,9 +157,12 @@ class DecodeGraphs:
         return self._room.sizes.of(len(batch.seq_lens))
 
     def _capture_one(self, size: int) -> DecodeGraph:
-        attention = [GraphStep(one, size) for one in self._backends]
-        step = StaticStep(self._inputs.first(size), attention)
-        step.fill(pad_batch(empty_batch(len(attention)), size, self._dummy_pages))
+        attention = [GraphStep(one, pool, size) for pool, one in enumerate(self._backends)]
+        block = attention[0].buffers.block
+        arrays = block.arrays(size)
+        inputs = StepInputs(arrays.input_ids, arrays.positions, self._rows[:size])
+        step = StaticStep(block, inputs, attention)
+        self._fill(step, pad_batch(empty_batch(len(attention)), size, self._dummy_pages))
         logits = self._logits[:size]
 
         def work() -> None:
@@ -140,29 +178,6 @@ def _rows_of(logits: torch.Tensor, rows: Int64Array) -> torch.Tensor:
     if np.array_equal(rows, np.arange(len(rows))):
         return logits[: len(rows)].clone()
     return logits[pin_to_device(rows, logits.device)]
-
-
-class GraphStep:
-    """The `StepAttention` of all steps of `size` sequences, each with one new token.
-
-    Kernels of `attend` read the arrays that the latest `fill` has left on the device.
-    """
-
-    def __init__(self, backend: FlashInferAttention, size: int) -> None:
-        self._backend = backend
-        geometry = backend.pool.geometry
-        buffers, self._wrapper = backend.flashinfer.graph_parts(geometry, size)
-        self._new_tokens = backend.static_tokens(buffers.new_pages[:size], buffers.new_slots[:size])
-
-    def fill(self, batch: ForwardBatch, page_table: Int32Array) -> None:
-        """Plan for `batch`, and set the places of its new tokens. Not to be captured."""
-        geometry = self._backend.pool.geometry
-        self._new_tokens.fill(batch, page_table, geometry.page_size)
-        self._backend.plan_decode(self._wrapper, *self._backend.lay_out(batch, page_table))
-
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Write and attend; shapes as in `StepAttention.attend`."""
-        return self._backend.attend(self._wrapper, self._new_tokens, layer, rows)
 
 
 def is_decode(batch: ForwardBatch) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.attention.backend import AttentionBackend, StepAttention
-from kvrelay.model_runner.batch import ForwardBatch, fill_input_ids, input_ids_on
+from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.layers.elementwise import Elementwise, Rotation
@@ -20,7 +20,7 @@ from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.layers.loader import WeightLoader
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.layers.self_attention import make_self_attention
-from kvrelay.model_runner.torch_options import copy_array, to_device
+from kvrelay.model_runner.torch_options import to_device
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -42,21 +42,6 @@ class StepInputs:
         """Copy the inputs of `batch` to the device."""
         others = (to_device(array, device) for array in (batch.positions, batch.logit_rows))
         return cls(input_ids_on(batch, device), *others)
-
-    @classmethod
-    def zeros(cls, count: int, device: torch.device) -> StepInputs:
-        """Allocate memory for `count` tokens whose logits are all wanted."""
-        return cls(*(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3)))
-
-    def first(self, count: int) -> StepInputs:
-        """The memory of the first `count` tokens."""
-        return StepInputs(self.input_ids[:count], self.positions[:count], self.logit_rows[:count])
-
-    def fill(self, batch: ForwardBatch) -> None:
-        """Fill the memory with `batch`, which has as many tokens, and wants as many logits."""
-        fill_input_ids(batch, self.input_ids)
-        copy_array(batch.positions, self.positions)
-        copy_array(batch.logit_rows, self.logit_rows)
 
 
 class DecoderLayer:

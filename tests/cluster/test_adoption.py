@@ -19,6 +19,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from tests.cluster.in_process import InProcess, in_process
 from tests.cluster.test_sessions import FIRST, KINDS, NEW, Chat
+from tests.pairwise import few
 
 
 @asynccontextmanager
@@ -45,6 +46,7 @@ async def adopt(cluster: InProcess, chat: Chat, digest: str) -> Chat:
     return adopted
 
 
+@few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lives", [False, True], ids=["router lost", "router lives"])
 async def test_a_session_goes_on_at_another_router(tiny: Path, kind: str, lives: bool) -> None:

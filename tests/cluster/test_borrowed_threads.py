@@ -30,6 +30,7 @@ async def widened(cluster: Cluster, worker: str) -> float:
     return await cluster.metric("kvrelay_widened_prompt_tokens_total", worker=worker)
 
 
+@pytest.mark.slow  # `tests/engine/test_borrowed_threads.py` says who may
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 async def test_a_lone_prompt_has_both_cores_and_none_beside_a_request_that_generates(
     dtype: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

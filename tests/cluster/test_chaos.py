@@ -21,6 +21,7 @@ from tests.chaos.cluster import ChaosCluster, chaos_cluster, wake
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Abort, Expected, Load, ask, check, make_cases
 from tests.cluster.running import running
+from tests.pairwise import few
 
 SHOWN_ELSEWHERE = {Harm.FAIL_REQUEST, Harm.BREAK_DEVICE, Harm.STOP_FOR_GOOD}
 """In `make test` other files do that: `test_failing_forwards.py`, and `test_supervision.py`.
@@ -44,6 +45,7 @@ async def expected(chaos: ChaosCluster) -> Expected:
     return await chaos.learn(make_cases())
 
 
+@few(2)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_nobody_notices(chaos: ChaosCluster, expected: Expected, cell: Cell):

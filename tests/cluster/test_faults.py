@@ -16,6 +16,7 @@ import pytest
 from kvrelay.v1 import inference_pb2
 from tests.cluster.in_process import InProcess, in_process
 from tests.cluster.running import Cluster, RunningCluster, running
+from tests.pairwise import few
 
 PROMPT = [(13 * i) % 500 for i in range(300)]
 FINISH = inference_pb2.FinishReason
@@ -49,6 +50,7 @@ def start(cluster: Cluster, name: str = ""):
     return cluster.stream(PROMPT, request_id=name, temperature=0, max_tokens=300, ignore_eos=True)
 
 
+@few(4)
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 5, 10, 20, 30, 50, 80, 120, 200])
 async def test_abort_at_any_moment_gives_everything_back(workers, delay_ms):
     """From before its first chunk to well into its decoding."""
@@ -63,6 +65,7 @@ async def test_abort_at_any_moment_gives_everything_back(workers, delay_ms):
     await workers.assert_at_baseline()
 
 
+@few(3)
 @pytest.mark.parametrize("delay_ms", [0, 1, 3, 10, 30, 60, 120, 200])
 async def test_disconnect_at_any_moment_gives_everything_back(workers, delay_ms):
     call = start(workers)

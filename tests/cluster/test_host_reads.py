@@ -13,6 +13,7 @@ from kvrelay.router.config import PlacementMode
 from tests.cluster.in_process import in_process
 from tests.cluster.running import Cluster, running
 from tests.cluster.test_host_tier import PAGE_BYTES, PROMPTS
+from tests.pairwise import few
 
 LITTLE: dict[str, Any] = {
     "kv_memory": 56 * PAGE_BYTES,
@@ -40,6 +41,7 @@ async def pages_read(cluster: Cluster) -> float:
     return await cluster.metric("kvrelay_transfer_host_pages_total")
 
 
+@few(1)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("verify", [VerifyPages.OFF, VerifyPages.ALL])
 async def test_the_host_is_read_with_the_same_tokens(tiny: Path, verify: VerifyPages) -> None:

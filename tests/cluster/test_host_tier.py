@@ -13,6 +13,7 @@ from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.router.config import PlacementMode
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cluster.in_process import InProcess, in_process
+from tests.pairwise import few
 
 ROLES: dict[str, dict[str, Any]] = {
     "aggregated": {"aggregated": 1},
@@ -66,6 +67,7 @@ async def test_prefixes_come_back_with_the_same_tokens(tiny: Path, roles: dict[s
         await cluster.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("roles", [ROLES["aggregated"], ROLES["pair"]], ids=["aggregated", "pair"])
 async def test_prefixes_of_a_model_with_windows_come_back(tmp_path: Path, roles: dict[str, Any]):

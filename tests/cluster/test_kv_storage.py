@@ -13,6 +13,7 @@ from kvrelay.router.config import PlacementMode
 from tests.checkpoints import VOCAB_SIZE
 from tests.cluster.in_process import InProcess, in_process
 from tests.cluster.running import Cluster, running
+from tests.pairwise import few
 
 PROMPTS = [[random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(300)] for seed in range(6)]
 PAGES = 300 // 16
@@ -62,6 +63,7 @@ async def check_pools(cluster: InProcess) -> None:
         assert not worker.load.storage_error
 
 
+@few(1)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES.keys())
 async def test_a_worker_that_never_saw_a_prefix_reads_it(

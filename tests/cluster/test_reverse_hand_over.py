@@ -11,12 +11,14 @@ from kvrelay.router.config import PlacementMode
 from tests.cluster.in_process import in_process
 from tests.cluster.running import Cluster, running
 from tests.cluster.test_sessions import FIRST, Chat, some_tokens, talk_at_once
+from tests.pairwise import few
 
 
 async def history_reads(cluster: Cluster, outcome: str) -> float:
     return await cluster.metric("kvrelay_history_reads_total", outcome=outcome)
 
 
+@few(1)
 @pytest.mark.parametrize("verify", [VerifyPages.OFF, VerifyPages.ALL])
 async def test_long_turns_read_the_history_and_have_the_same_tokens(
     tiny: Path, verify: VerifyPages
@@ -69,6 +71,7 @@ async def test_a_worker_that_dies_while_a_session_is_borrowed_costs_no_token(
         await cluster.assert_at_baseline()
 
 
+@pytest.mark.slow  # `tests/engine/test_reverse_hand_over.py` has it in virtual time
 async def test_many_sessions_in_too_little_memory_are_read_and_end(tiny: Path) -> None:
     """Neither side waits while it holds: all turns end, and every page comes back."""
     async with in_process(

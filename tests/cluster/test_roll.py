@@ -55,6 +55,7 @@ async def test_a_roll_under_load_gives_all_workers_other_options_and_loses_no_re
         assert "FAILED_PRECONDITION: page_size: workers of one cluster cannot" in refused.stderr
 
 
+@pytest.mark.slow  # `tests/deploy` has rolls without processes
 @pytest.mark.usefixtures("obedient_workers")
 async def test_a_successor_that_does_not_start_stops_the_roll_and_undo_goes_back(tmp_path: Path):
     async with Cluster(make_configs(tmp_path)[:2]) as cluster:

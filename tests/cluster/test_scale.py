@@ -46,6 +46,7 @@ async def test_a_cluster_grows_and_shrinks_and_no_process_is_left(tmp_path: Path
         await until(lambda: set(heard(tmp_path, "prefill-0")) == dead)
 
 
+@pytest.mark.slow  # `tests/deploy/test_scaling.py` has it without processes
 async def test_a_worker_that_does_not_start_is_said_and_leaves_nothing(tmp_path: Path):
     async with Cluster(make_configs(tmp_path)[:2]) as cluster:
         give_order(tmp_path, "prefill-1", "start", "refuse")

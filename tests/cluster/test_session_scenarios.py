@@ -16,6 +16,7 @@ from kvrelay.engine.config import Speculation
 from kvrelay.mem_cache.leases.lease import Lease
 from tests.cluster.in_process import InProcess, in_process
 from tests.cluster.test_sessions import SAMPLING, Chat, resumed, some_tokens
+from tests.pairwise import few
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 1}
 ALONE: dict[str, Any] = {"prefill": 0, "decode": 0, "aggregated": 1, "prefix_index": "none"}
@@ -53,6 +54,7 @@ def watch_borrowing(cluster: InProcess) -> list[Lent]:
     return lent
 
 
+@few(2)
 @pytest.mark.parametrize(("page_size", "kept", "prefix", "freed"), [
     pytest.param(1, 48, 39, 9, id="13"),
     pytest.param(16, 48, 39, 0, id="14-p16"),
@@ -88,6 +90,7 @@ async def ends_at(cluster: InProcess, prompt: list[int], outputs: int) -> list[i
     return tokens if tokens.index(tokens[-1]) == outputs - 1 else None
 
 
+@few(1)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 async def test_scenario_16_outputs_that_a_stop_cut_off_are_freed(tiny: Path, overlap: bool) -> None:
     """26 tokens of a prompt, 12 of its output kept: what drafts had beyond those is freed."""
@@ -121,6 +124,7 @@ async def test_scenario_16_outputs_that_a_stop_cut_off_are_freed(tiny: Path, ove
         await cluster.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 async def test_scenario_22_accepted_drafts_at_a_page_boundary_stay(
     tiny: Path, overlap: bool

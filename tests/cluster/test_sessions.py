@@ -18,6 +18,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from tests.checkpoints import VOCAB_SIZE
 from tests.cluster.in_process import in_process
 from tests.cluster.running import Cluster, running
+from tests.pairwise import few
 
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 20, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -98,6 +99,7 @@ async def session_rows(cluster: Cluster) -> float:
     return await cluster.metric("kvrelay_pages", pool="rows", state="session")
 
 
+@few(1)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_turns_have_the_tokens_of_the_whole_conversation(tiny: Path, kind: str) -> None:
     async with in_process(tiny, chunk_tokens=32, kv_memory=8 << 20, **KINDS[kind]) as cluster:
@@ -116,6 +118,7 @@ async def test_turns_have_the_tokens_of_the_whole_conversation(tiny: Path, kind:
         await cluster.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_scenario_18_19_20_21_an_abort_a_queued_turn_and_a_close(
     tiny: Path, kind: str
@@ -172,6 +175,7 @@ async def talk_at_once(cluster: Cluster, sessions: int) -> None:
     await asyncio.gather(*map(talk, chats))
 
 
+@pytest.mark.slow  # `tests/engine` has it in virtual time
 async def test_scenario_17_sessions_in_too_little_memory(tiny: Path) -> None:
     """Twelve conversations at once where three fit: turns wait, sessions end, tokens are right."""
     async with in_process(

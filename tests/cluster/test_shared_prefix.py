@@ -45,6 +45,7 @@ async def assert_moved_once(cluster: Cluster, worker: str) -> float:
     return number
 
 
+@pytest.mark.slow  # `tests/engine/test_prefix_waits.py` has it in virtual time
 @pytest.mark.parametrize(
     "aggregated",
     [pytest.param(0, id="pairs"), pytest.param(2, id="aggregated", marks=pytest.mark.slow)],

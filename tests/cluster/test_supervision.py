@@ -39,6 +39,7 @@ from tests.cluster.supervised import (
     until,
     was_told,
 )
+from tests.pairwise import few
 
 pytestmark = pytest.mark.usefixtures("obedient_workers")
 
@@ -113,6 +114,7 @@ class LostCalls:
         patch.setattr(WorkerActor, "call", call)
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("order", "line"),
     [
@@ -278,6 +280,7 @@ async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
     await until(lambda: was_told(orders, "decode-0", first))
 
 
+@pytest.mark.slow  # it waits for three slow lives
 async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
     cluster: Cluster, orders: Path
 ):
@@ -416,6 +419,7 @@ async def test_a_second_sigterm_does_not_wait(cluster: Cluster):
     await next_life(cluster, first)
 
 
+@pytest.mark.slow  # `tests/engine/test_drain.py` finds old quarantine
 async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Path):
     """And one whose memory came back meanwhile does not."""
     config = make_configs(tmp_path)[0]

@@ -14,6 +14,7 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cluster.in_process import in_process
 from tests.cluster.reference import Reference
 from tests.cluster.running import Answer, Cluster, RunningCluster, running
+from tests.pairwise import few
 
 LENGTHS = (
     1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 200, 256, 300, 511,
@@ -156,6 +157,7 @@ QUICK = [
 ]
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("architecture", "prefill", "decode", "page_size", "size"),
     [

@@ -38,6 +38,7 @@ from tests.deploy.scripted_ray import (
     stop_all,
     succeed,
 )
+from tests.pairwise import few
 
 world, make_world = scripted_ray.world, scripted_ray.make_world
 """Fixtures, which script Ray."""
@@ -75,6 +76,7 @@ def chunks(world: World) -> dict[str, int]:
     return {name: one.config.chunk_tokens for name, one in world.actors.items()}
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("prepare", "act", "before", "after"),
     [

@@ -12,6 +12,7 @@ import pytest
 from kvrelay.engine.worker.black_box import BlackBox, posthumous_ends
 from kvrelay.wire.output import FailureReason
 from kvrelay.wire.submit import RequestKey
+from tests.pairwise import few
 
 LIFE = """
 import os, signal, sys
@@ -35,6 +36,7 @@ def live_and_die(path: Path, number: signal.Signals, phase: str) -> None:
     assert process.returncode == -number, process.stderr
 
 
+@few(1)
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 def test_a_forward_that_killed_its_process_is_known_to_the_next_one(
     tmp_path: Path, number: signal.Signals, caplog: pytest.LogCaptureFixture
@@ -48,6 +50,7 @@ def test_a_forward_that_killed_its_process_is_known_to_the_next_one(
     assert list(tmp_path.iterdir()) == []
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("number", "phase"),
     [(signal.SIGSEGV, "idle"), (signal.SIGKILL, "computing"), (signal.SIGTERM, "computing")],

@@ -15,6 +15,7 @@ from kvrelay.wire.output import EndReason
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import SAMPLINGS, expected
+from tests.pairwise import few
 
 ROLES = pytest.mark.parametrize("role", list(WorkerRole))
 
@@ -28,6 +29,7 @@ def worker_of(request: SimRequest, role: WorkerRole) -> SimWorker:
     return request.prefill if role is WorkerRole.PREFILL else request.decode
 
 
+@few(3)
 @pytest.mark.parametrize("first", range(3))
 @pytest.mark.parametrize("grace", [0, 7, None])
 @ROLES
@@ -59,6 +61,7 @@ def test_drain_at_every_point_of_one_request(
     assert bool(moved) == (grace is not None)
 
 
+@few(2)
 @ROLES
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize(
@@ -95,6 +98,7 @@ def test_drain_of_a_worker_without_requests_ends_at_once() -> None:
         assert worker.drained
 
 
+@few(2)
 @pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
 @pytest.mark.parametrize("aggregated", [False, True])
 @pytest.mark.parametrize("seed", range(8))

@@ -22,6 +22,7 @@ from kvrelay.wire.output import EndReason, FailureReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count
 from tests.engine.test_modes import expected
 from tests.known import known
+from tests.pairwise import few
 
 LENGTH, PAGE = 48, 4
 PAGES = LENGTH // PAGE
@@ -171,6 +172,7 @@ def request_ids(request: SimRequest) -> Any:
     return np.asarray(request.prompt, np.int32)
 
 
+@few(6)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("when", WHEN)
 def test_pages_of_the_host_are_held_until_the_stream_ends(when: str, how: str) -> None:

@@ -27,6 +27,7 @@ from tests.engine.test_modes import expected, run_load
 from tests.engine.test_scenarios import step_until
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
+from tests.pairwise import few
 
 MODES: Final[dict[str, list[Any]]] = {
     "overlap": [True, False],
@@ -156,6 +157,7 @@ COPY_FAILURES: dict[str, Callable[[PageMoves], bool]] = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
 @pytest.mark.parametrize("which", COPY_FAILURES)
 def test_copies_that_fail_cost_no_token_and_no_page(which: str, aggregated: bool) -> None:
@@ -248,6 +250,7 @@ def test_a_prompt_that_the_host_cannot_hold_does_not_keep_others_out() -> None:
     assert tier.pages.num_known(keys), "the host has the later one"
 
 
+@few(2)
 @every_mode
 @pytest.mark.parametrize("host_pages", [7, 200])
 def test_tokens_do_not_depend_on_the_tier(

@@ -26,6 +26,7 @@ from tests.engine.test_host_tier import (
 from tests.engine.test_modes import run_load
 from tests.engine.test_token_equality import Mode, assert_same, plain_run, requests_of, serve
 from tests.known import known
+from tests.pairwise import few
 
 WINDOWS = pytest.mark.parametrize("windows", [(None, 7), (7,)], ids=["hybrid", "window"])
 ROLES = pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
@@ -42,6 +43,7 @@ def push_out(simulation: Simulation) -> None:
         evict_all(worker)
 
 
+@few(2)
 @WINDOWS
 @ROLES
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -89,6 +91,7 @@ def test_a_window_that_the_host_has_lost_is_copied_again(most_pages: int) -> Non
     simulation.assert_at_baseline()
 
 
+@few(3)
 @WINDOWS
 @ROLES
 @pytest.mark.parametrize("which", COPY_FAILURES)
@@ -108,6 +111,7 @@ def test_copies_that_fail_cost_no_token_and_no_page(
     simulation.assert_at_baseline()
 
 
+@few(2)
 @every_mode
 @pytest.mark.parametrize("host_pages", [7, 200])
 @WINDOWS
@@ -141,6 +145,7 @@ REAL: list[Any] = [
 ]
 
 
+@few(1)
 @pytest.mark.parametrize(("architecture", "bytes_a_page", "aggregated"), REAL)
 def test_a_real_model_gives_the_same_tokens(
     tmp_path: Path, architecture: str, bytes_a_page: int, aggregated: bool

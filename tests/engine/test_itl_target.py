@@ -15,6 +15,7 @@ from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.simulation import Simulation, SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork, is_prompt
 from tests.engine.test_scenarios import step_until
+from tests.pairwise import few
 
 CHUNK = 512
 STEP_SECONDS = 0.012
@@ -98,6 +99,7 @@ def test_first_prompts_of_a_worker_keep_the_pace_too(itl_target: float) -> None:
     simulation.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.parametrize("decode", [False, True], ids=["aggregated", "decode"])
 def test_itl_beside_long_prompts_keeps_the_target(decode: bool) -> None:
     unbounded, fastest = stream_beside_prompts(decode=decode, itl_target=1e6)
@@ -119,6 +121,7 @@ def test_itl_target_follows_from_the_idle_step() -> None:
     assert seconds < 1.2 * fastest
 
 
+@few(6)
 @pytest.mark.parametrize("cached", [0, 500], ids=["fresh", "cached"])
 @pytest.mark.parametrize(
     ("rows", "tokens", "steps"),

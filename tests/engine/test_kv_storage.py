@@ -32,6 +32,7 @@ from tests.engine.test_host_tier import (
 )
 from tests.engine.test_modes import expected, run_load
 from tests.known import known
+from tests.pairwise import few
 
 
 def with_storage(shared: SharedPages, page_size: int, **mode: Any) -> Simulation:
@@ -51,6 +52,7 @@ def some_prompts(seed: int, count: int = 6) -> list[list[int]]:
     return [[rng.randrange(97) for _ in range(48)] for _ in range(count)]
 
 
+@few(2)
 @pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_worker_that_never_saw_a_prefix_reads_it(page_size: int, aggregated: bool) -> None:
@@ -89,6 +91,7 @@ def test_what_the_host_may_evict_is_written() -> None:
     simulation.assert_at_baseline()
 
 
+@few(2)
 @every_mode
 @pytest.mark.parametrize("host_pages", [7, 60])
 def test_tokens_do_not_depend_on_storage(
@@ -160,6 +163,7 @@ def test_a_forward_that_fails_leaves_nothing_in_storage() -> None:
     simulation.assert_at_baseline()
 
 
+@few(1)
 @real_models
 def test_a_real_model_gives_the_same_tokens_from_files(
     tmp_path: Path, architecture: str, bytes_a_page: int, aggregated: bool

@@ -52,6 +52,7 @@ from tests.engine.test_token_equality import (
 from tests.engine.test_virtual_time import one_request
 from tests.known import known
 from tests.late_device import DeviceError, LateStreams
+from tests.pairwise import few
 
 WAIT_S = 60.0
 
@@ -64,6 +65,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole engine
 
 
+@few(3)
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
@@ -83,6 +85,7 @@ def test_tokens_are_those_of_a_plain_run(overlap, speculation, windows, aggregat
         run_load(simulation, page_size, count=8, choices=3)
 
 
+@few(2)
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("kind", ["pair", "aggregated"])
 @pytest.mark.parametrize("seed", range(6))
@@ -108,6 +111,7 @@ def test_pages_that_come_back_from_the_host_are_right(aggregated: bool) -> None:
     simulation.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("aggregated", [True, False], ids=["aggregated", "pair"])
 def test_pages_that_come_back_from_storage_are_right(aggregated: bool) -> None:
@@ -142,6 +146,7 @@ def test_many_requests_in_virtual_time(number: int) -> None:
     simulation.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_tokens_of_real_models_with_log_probabilities_and_penalties(

@@ -20,6 +20,7 @@ from tests.engine.simulation import Simulation
 from tests.engine.test_host_tier import in_little_memory as with_host_tier
 from tests.engine.test_modes import expected, in_little_memory, run_load
 from tests.late_device import LateStream
+from tests.pairwise import few
 
 SEEDS = 12
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -142,6 +143,7 @@ def copy_pages_beside_the_forward(patch: pytest.MonkeyPatch) -> None:
 WRONG_TOKENS = "SimRequest|wrong tokens"
 
 
+@few(3)
 @pytest.mark.parametrize(("plant", "found"), [
     (announce_before_the_event, WRONG_TOKENS),
     (reclaim_at_launch, WRONG_TOKENS),

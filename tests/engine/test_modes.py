@@ -12,6 +12,7 @@ from kvrelay.engine.config import Speculation
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.submit import SamplingParams
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.pairwise import few
 
 SAMPLINGS = (
     SamplingParams(temperature=0),
@@ -67,6 +68,7 @@ def in_little_memory(page_size: int, **mode: Any) -> Simulation:
     )
 
 
+@few(4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
 @pytest.mark.parametrize("retract_every", [0, 3])

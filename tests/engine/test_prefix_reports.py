@@ -22,6 +22,7 @@ from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.prefixes import PrefixUpdate
 from kvrelay.wire.submit import TellPrefixesRequest
 from tests.engine.simulation import Simulation, SimWorker
+from tests.pairwise import few
 
 PAGE_SIZE = 64
 HASHES = PageHashes(NO_MODEL, PAGE_SIZE)
@@ -212,6 +213,7 @@ def follow(simulation: Following, prompts: Sequence[list[int]]) -> None:
     simulation.run()
 
 
+@few(2)
 @pytest.mark.parametrize("misses", [0.0, 0.3])
 @pytest.mark.parametrize("seed", range(2))
 def test_both_sides_tell_what_they_have(seed: int, misses: float) -> None:

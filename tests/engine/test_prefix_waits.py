@@ -33,6 +33,7 @@ from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.submissions import submit
 from tests.engine.test_scenarios import step_until
 from tests.known import known
+from tests.pairwise import few
 
 PREFIX = random.Random(11).choices(range(97), k=240)
 NUMBER = 64
@@ -105,6 +106,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@few(4)
 @KINDS
 @pytest.mark.parametrize("kind", [Simulation, Clockwork], ids=["random", "virtual time"])
 def test_one_beginning_is_computed_and_moved_once(
@@ -179,6 +181,7 @@ def test_when_the_one_that_computes_is_aborted_the_next_one_computes(seed: int) 
     simulation.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.parametrize("aggregated", [False, True], ids=["pair", "aggregated"])
 @pytest.mark.parametrize("seed", range(3))
 def test_when_the_one_that_computes_fails_the_next_one_computes_all(
@@ -227,6 +230,7 @@ def test_nobody_waits_for_one_that_makes_no_progress(where: str) -> None:
     simulation.assert_at_baseline()
 
 
+@few(2)
 @pytest.mark.parametrize("where", ["prefill", "decode", "aggregated"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_worker_drains_while_many_wait(seed: int, where: str) -> None:
@@ -245,6 +249,7 @@ def test_a_worker_drains_while_many_wait(seed: int, where: str) -> None:
     simulation.assert_at_baseline()
 
 
+@few(2)
 @pytest.mark.parametrize("aggregated", [False, True], ids=["pairs", "aggregated"])
 @pytest.mark.parametrize("windows", [(None,), (None, 24), (24,)], ids=["full", "hybrid", "window"])
 @pytest.mark.parametrize("seed", range(4))

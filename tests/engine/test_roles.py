@@ -17,6 +17,7 @@ from kvrelay.prefill_worker.request import (
 from kvrelay.wire.hand_over import Ask, Ended, Grant, Released, Sequenced
 from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, reference
+from tests.pairwise import few
 
 BASES = [random.Random(base).choices(range(97), k=60) for base in range(2)]
 
@@ -49,6 +50,7 @@ def dropped(worker: SimWorker, kind: str) -> float:
 WINDOWS = ((None,), (None, 7), (20,))
 
 
+@few(3)
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -69,6 +71,7 @@ def test_undisturbed_requests_give_the_models_tokens(seed, page_size, cached, wi
     simulation.assert_at_baseline()
 
 
+@few(3)
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(8))

@@ -14,6 +14,7 @@ from kvrelay.mem_cache.leases.lease import Lease
 from kvrelay.mem_cache.leases.lease_table import LeaseTable
 from kvrelay.mem_cache.session_memory import SessionMemory
 from tests.engine.test_sessions import walk
+from tests.pairwise import few
 
 SEEDS = (54, 67, *range(40))
 """The first two find what is rare."""
@@ -80,6 +81,7 @@ def _save_without_trimming(self: Any, name: Any, fences: Any = ()) -> Any:
     return self.keep(name, session.lease, tokens)
 
 
+@few(2)
 @pytest.mark.parametrize("plant", [
     lend_a_token_too_many,
     save_what_is_not_written,

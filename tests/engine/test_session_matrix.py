@@ -29,7 +29,7 @@ from tests.engine.simulation import SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork
 from tests.engine.simulation.storage import MemoryStore, SharedPages
 from tests.engine.simulation.worker import PAGE_BYTES
-from tests.pairwise import share
+from tests.pairwise import few, share
 
 TIER_PHASES = (
     Phase.PREFETCHING,
@@ -194,6 +194,7 @@ CELLS = [
 """A phase, and whether a prefill worker comes to it."""
 
 
+@few(6)
 @pytest.mark.parametrize(
     ("cell", "victim"),
     share(CELLS, [Victim.PREFILL, Victim.DECODE, Victim.ROUTER], one_in=3),
@@ -245,6 +246,7 @@ class Failing(Mortal):
         return fails
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("cell", "victim"),
     share(
@@ -298,6 +300,7 @@ def ends_of_copies_are_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostTier, "finish", lambda self, ended: None)
 
 
+@few(1)
 @pytest.mark.parametrize(("plant", "phase", "by_prefill", "victim", "nth"), [
     # In the last turn: before, their room is taken for others.
     (sessions_outlive_their_router, Phase.SAVING, False, Victim.ROUTER, 6 * TURNS),

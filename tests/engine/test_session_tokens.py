@@ -17,7 +17,7 @@ from kvrelay.wire.submit import KeptSession
 from tests.checkpoints import make_checkpoint
 from tests.engine.session_cluster import ends, turns
 from tests.engine.test_token_equality import SAMPLINGS, Asked, Mode, assert_same, plain_run, serve
-from tests.pairwise import share
+from tests.pairwise import few, share
 
 ARCHITECTURES = ("llama", "gemma3", "mistral-window", "deepseek")
 OVERLAPPED = Mode(overlap=True, cached=True, chunk=16)
@@ -41,6 +41,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@few(5)
 @pytest.mark.parametrize(("architecture", "mode"), share(ARCHITECTURES, MODES), ids=str)
 def test_turns_have_the_tokens_of_a_plain_run(
     checkpoints: Path, architecture: str, mode: Mode

@@ -35,6 +35,7 @@ from tests.engine.session_cluster import (
 )
 from tests.engine.simulation import SimRequest, Simulation, count, reference
 from tests.engine.test_scenarios import step_until
+from tests.pairwise import few
 
 
 @MODES
@@ -73,6 +74,7 @@ def test_a_turn_goes_on_with_the_pages_of_the_turn_before(
     finish(simulation, session)
 
 
+@few(2)
 @MODES
 @pytest.mark.parametrize("windows", [(None,), (None, 7)], ids=["full", "hybrid"])
 @pytest.mark.parametrize("seed", range(6))

@@ -27,6 +27,7 @@ from kvrelay.wire.output import EndReason, SampledToken
 from kvrelay.wire.submit import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
+from tests.pairwise import few
 
 SAMPLINGS = (
     SamplingParams(temperature=0),
@@ -275,6 +276,7 @@ TINY = [
 ]
 
 
+@few(7)
 @pytest.mark.parametrize(("architecture", "mode", "seed"), TINY)
 def test_tiny_models(checkpoints: Path, architecture: str, mode: Mode, seed: int) -> None:
     asked = requests_of(5, 10, 512, 12)
@@ -288,6 +290,7 @@ IN_FP8 = [
 ]
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("architecture", "mode", "seed"), cases(("llama", "gemma3", "deepseek"), IN_FP8)
 )

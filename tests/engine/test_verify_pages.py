@@ -10,6 +10,7 @@ from kvrelay.kv_transfer.pull import Pull
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.wire.output import EndReason, FailureReason
 from tests.engine.simulation import Simulation, SimWorker, count, reference
+from tests.pairwise import few
 
 
 class Corrupting(Simulation):
@@ -30,6 +31,7 @@ def total(workers: list[SimWorker], counter: str) -> float:
     return sum(count(worker, counter) for worker in workers)
 
 
+@few(2)
 @pytest.mark.parametrize("windows", [(None,), (None, 7)], ids=["full", "hybrid"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(4))

@@ -11,6 +11,7 @@ from kvrelay.wire.output import EndReason
 from kvrelay.wire.submit import SamplingParams
 from tests.engine.simulation import SimRequest, count, reference
 from tests.engine.simulation.clockwork import Clockwork
+from tests.pairwise import few
 
 SYSTEM_PROMPTS = [random.Random(i).choices(range(97), k=48) for i in range(6)]
 
@@ -29,6 +30,7 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1200)]
 """Most of a minute of one core: on a busy machine that takes many."""
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("seed", "number", "aggregated", "speculation", "windows"),
     [

@@ -24,6 +24,7 @@ from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.pool import KVPool
 from tests.kv_transfer.peer_process import PAGES, PROCESSES, WAIT_S, Peer, make_pool, process_of
 from tests.kv_transfer.planted import plant_early_fences
+from tests.pairwise import few
 
 LATE_PAGES = np.arange(PAGES // 2, PAGES)
 OTHER_PAGES = np.arange(4)
@@ -107,6 +108,7 @@ def _connections(pid: int) -> set[tuple[object, object]]:
     return {(one.laddr, one.raddr) for one in used if one.status == psutil.CONN_ESTABLISHED}
 
 
+@few(2)
 @pytest.mark.parametrize("after", list(After))
 def test_bytes_come_after_an_error_and_none_after_the_agents_end(
     monkeypatch: pytest.MonkeyPatch, after: After

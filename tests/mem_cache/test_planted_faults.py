@@ -37,6 +37,7 @@ from tests.mem_cache.test_settled import (
 from tests.mem_cache.test_settled import (
     test_a_page_that_is_not_full_is_not_published_though_it_has_room as tail_scenario,
 )
+from tests.pairwise import few
 
 FAULTS = Faults()
 
@@ -280,6 +281,7 @@ RARE: dict[str, Callable[[], None]] = {
 """A search takes up to a minute to find these; the scenarios find them at once."""
 
 
+@few(5)
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - RARE.keys()))
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, DeviceMachine, SEARCH)

@@ -24,6 +24,7 @@ from tests.known import known
 from tests.mem_cache.host_model import HostModel
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, in_little_memory, wrap
 from tests.mem_cache.test_memory_model import MemoryMachine
+from tests.pairwise import few
 
 NOBODYS = -1
 """In pages: no token's."""
@@ -175,6 +176,7 @@ def not_forgotten_on_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixLog, "forget", lambda log, token_ids, start, namespace: None)
 
 
+@few(2)
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_planted_fault_of_the_host_tier_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, HostMachine)

@@ -15,6 +15,7 @@ from kvrelay.mem_cache.host.host_tier import HostTier
 from tests.known import known
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
 from tests.mem_cache.test_planted_host_faults import HostMachine
+from tests.pairwise import few
 
 FAULTS = Faults()
 
@@ -82,6 +83,7 @@ def never_taken_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostTier, "take_back", lambda tier, pages: None)
 
 
+@few(2)
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_planted_fault_of_lending_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, LendingMachine)

@@ -19,6 +19,7 @@ from kvrelay.mem_cache.storage.storage_index import IndexWriter
 from kvrelay.mem_cache.storage.storage_pages import StoragePage
 from tests.mem_cache.planting import Faults, wrap
 from tests.mem_cache.test_storage_damage import DAMAGES, KILLS, survives_a_kill, survives_damage
+from tests.pairwise import few
 
 SEARCH = settings(
     max_examples=400, deadline=None, database=None, derandomize=True,
@@ -100,6 +101,7 @@ def find(root: Path, run: Callable[..., None], strategies: dict[str, Any]) -> No
     search()
 
 
+@few(1)
 @pytest.mark.parametrize("name", sorted(DAMAGE))
 def test_a_fault_is_found_by_damage(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     DAMAGE[name](monkeypatch)

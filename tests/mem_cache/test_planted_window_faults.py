@@ -19,6 +19,7 @@ from kvrelay.mem_cache.prefix.radix_tree import RadixWindows
 from tests.known import known
 from tests.mem_cache.planting import BELOW_THE_DEVICE, Faults, find, wrap
 from tests.mem_cache.test_planted_host_faults import NOBODYS, HostMachine
+from tests.pairwise import few
 
 FAULTS = Faults()
 
@@ -122,6 +123,7 @@ def part_not_freed_with_its_page(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, HostPages, "_take_out", leave)
 
 
+@few(2)
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_a_planted_fault_of_windows_on_the_host_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import pytest
 from kvrelay.mem_cache.prefix.prefix_index import PrefixLock
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from tests.pairwise import few
 
 TOKENS = np.arange(64, dtype=np.int32)
 PAGES = np.arange(16, dtype=np.int32)
@@ -142,12 +143,14 @@ class RandomUse:
                     assert page == -1 or self.truth[page] == ids[: at + 1]
 
 
-def test_what_is_locked_stays_whatever_is_split_and_joined():
-    for seed in range(200):
+@pytest.mark.parametrize("seeds", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_what_is_locked_stays_whatever_is_split_and_joined(seeds):
+    for seed in range(seeds):
         RandomUse(seed).run()
 
 
-@pytest.mark.parametrize("forgotten", ["nothing", "locks", "windows", "pages"])
+@few(1)
+@pytest.mark.parametrize("forgotten", ["locks", "windows", "pages", "nothing"])
 def test_a_careless_join_is_found(forgotten, monkeypatch):
     def can_join(upper, lower, every_pool_has_window):
         same = [(a is None) == (b is None) for a, b in zip(upper.pages, lower.pages, strict=True)]

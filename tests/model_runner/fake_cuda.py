@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from kvrelay.device.device_streams import PASSED
+from kvrelay.device.device_streams import PASSED, NoStaging
 from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer
 from kvrelay.model_runner.checkpoint import checkpoint as checkpoint_module
@@ -60,9 +60,11 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(runner_module, "parse_device", torch.device)
     patch.setattr(runner_module, "wait_for_device", lambda _: None)
     patch.setattr(runner_module, "record_event", lambda _: PASSED)
+    patch.setattr(runner_module, "make_staging", lambda _: NoStaging())
     patch.setattr(checkpoint_module, "safe_open", _RealFile)
     patch.setattr(WeightsDigest, "add", lambda *_: None)  # there are no contents
-    patch.setattr(FlashInfer, "to_host", _to_host)
+    for name in ("to_host", "as_tensor"):
+        patch.setattr(FlashInfer, name, _to_host)
     # Fake tensors know no inference mode, and ask torch itself whether it is on.
     patch.setattr(runner_module, "torch", _torch_but(inference_mode=torch.no_grad))
     # Which experts the tokens chose, and how many tokens one, is not known: the first, and 3.

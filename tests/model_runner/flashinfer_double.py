@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.model_runner import flashinfer_elementwise_double
 from tests.model_runner.graph_double import Recording, kernel, launched
@@ -153,6 +155,24 @@ class Buffers:
         return Pages(self.indptr, self.indices, lengths)
 
 
+class PlanMemory:
+    """A plan: made in pinned memory, from which work on the current stream copies it."""
+
+    @unset_fake_temporarily()
+    def __init__(self) -> None:
+        self._pinned = torch.zeros(4096, dtype=torch.int32)
+        self._on_device = torch.zeros_like(self._pinned)
+
+    @unset_fake_temporarily()
+    def make(self, *arrays: torch.Tensor) -> None:
+        numbers = np.concatenate([one.numpy() for one in arrays])
+        self._pinned.numpy()[: len(numbers)] = numbers
+        self._on_device[: len(numbers)].copy_(self._pinned[: len(numbers)])
+
+    def first(self, count: int) -> torch.Tensor:
+        return self._on_device[:count]
+
+
 class Grouped:
     """What prefill and decode wrappers share."""
 
@@ -181,7 +201,8 @@ class Grouped:
             paged_kv_last_page_len_buffer,
         )
         self._buffers = Buffers(*buffers) if use_cuda_graph else None
-        self.plans = 0
+        self._memory = PlanMemory()
+        self.plans = self.fast_plans = self.runs = 0
 
     def _plan(
         self,
@@ -202,6 +223,7 @@ class Grouped:
         if self._buffers is not None:
             arrays = (pages.indptr, pages.indices, options["last_page_len"])
             self._buffers.fill(*arrays, device=self._device)
+            self._memory.make(pages.indptr.diff())
         self._query_indptr, self._pages, self._options = query_indptr, pages, options
         self.plans += 1
 
@@ -213,6 +235,7 @@ class Grouped:
         *,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        out: torch.Tensor,
     ) -> torch.Tensor:
         options, (keys, values) = self._options, paged_kv_cache
         heads, dim = options["num_qo_heads"], options["head_dim"]
@@ -226,10 +249,15 @@ class Grouped:
         assert keys.dtype is values.dtype is options["kv_data_type"], "another dtype"
         assert (keys.dtype is FP8) == (k_scale is not None) == (v_scale is not None)
         assert q.device == keys.device == values.device == self._device
+        assert out.shape == q.shape
+        assert out.dtype is q.dtype, "the dtype of results is that of queries"
+        assert out.device == self._device
+        assert out.is_contiguous(), "kernels know no strides of results"
         check_page_ids(self._pages, len(keys))
+        self.runs += 1
         if isinstance(q, FakeTensor):
-            return torch.empty_like(q, memory_format=torch.contiguous_format)
-        return kernel(lambda: self._compute(q, keys, values, k_scale, v_scale))
+            return out
+        return kernel(lambda: out.copy_(self._compute(q, keys, values, k_scale, v_scale)))
 
     def _compute(
         self,
@@ -242,6 +270,8 @@ class Grouped:
         options, pages = self._options, self._pages
         if self._buffers is not None:
             pages = self._buffers.pages(options["page_size"])
+            counts = pages.indptr.diff()
+            assert torch.equal(self._memory.first(len(counts)), counts), "a plan of other pages"
         out = torch.empty(q.shape, dtype=q.dtype)
         group = options["num_qo_heads"] // options["num_kv_heads"]
         for index, kv_len in enumerate(pages.kv_lens.tolist()):
@@ -321,6 +351,44 @@ class Decode(Grouped):
         one_each = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
         self._plan(one_each, pages, options | {"causal": False})
 
+    def replan(self, indptr: torch.Tensor, indices: torch.Tensor, options: dict[str, Any]) -> None:
+        """A plan for the arrays that the buffers have; the one before is overwritten at once."""
+        assert Recording.current is None, "plan() is not captured"
+        assert self._buffers is not None
+        assert self._buffers.indices is not None
+        assert self.plans, "it takes the module of an earlier plan"
+        if not isinstance(indices, FakeTensor):
+            assert indices.data_ptr() == self._buffers.indices.data_ptr(), "nobody copies page ids"
+        assert options.items() <= self._options.items()
+        with _disable_current_modes():
+            counts = indptr.diff()
+        self._memory.make(counts)
+        self.fast_plans += 1
+
+
+def fast_decode_plan(
+    self: Decode,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    *,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: Any = None,
+    kv_data_type: Any = None,
+    disable_split_kv: bool = False,
+) -> None:
+    arrays = ("self", "indptr", "indices", "last_page_len")
+    options = {key: value for key, value in locals().items() if key not in (*arrays, "arrays")}
+    with _disable_current_modes():
+        check_pages(indptr, indices, last_page_len, page_size, self._device)
+    self.replan(indptr, indices, options)
+
 
 @dataclass(frozen=True)
 class Metadata:
@@ -372,7 +440,9 @@ class Latent:
         self._device = float_workspace_buffer.device
         self._buffers = Buffers(kv_indptr, kv_indices, kv_len_arr) if use_cuda_graph else None
         self._fixed_queries = qo_indptr
-        self.plans = 0
+        self._memory = PlanMemory()
+        self._float_workspace_buffer = float_workspace_buffer
+        self.plans = self.fast_plans = 0
 
     @unset_fake_temporarily()
     def plan(
@@ -408,8 +478,36 @@ class Latent:
             assert self._fixed_queries.shape == metadata.qo_indptr.shape
             arrays = (metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
             self._buffers.fill(*arrays, device=self._device)
+            self._memory.make(metadata.kv_indptr, metadata.kv_len_arr)
+        # What FlashInfer shows of its latest plan.
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = self._memory
+        self._cached_module = SimpleNamespace(plan=self._replan)
         self._options = {key: value for key, value in locals().items() if key != "self"}
         self.plans += 1
+
+    def _replan(
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: PlanMemory,
+        pinned_workspace: PlanMemory,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_o: int,
+        causal: bool,
+    ) -> None:
+        assert Recording.current is None, "plan() is not captured"
+        assert float_workspace is self._float_workspace_buffer
+        assert int_workspace is pinned_workspace is self._memory
+        with _disable_current_modes():
+            check_indptr(qo_indptr, len(kv_len_arr))
+            check_indptr(kv_indptr, len(kv_len_arr))
+            assert torch.equal(qo_indptr, self._options["metadata"].qo_indptr)
+        options = (self._options["num_heads"], self._options["head_dim_ckv"])
+        assert (num_heads, head_dim_o, causal) == (*options, self._options["causal"])
+        self._memory.make(kv_indptr, kv_len_arr)
+        self.fast_plans += 1
 
     @launched
     def run(
@@ -448,10 +546,11 @@ class Latent:
         options, pages = self._options, self._pages
         indptr, value_dim = options["metadata"].qo_indptr, options["head_dim_ckv"]
         if self._buffers is not None:
-            assert self._buffers.indptr is not None
             assert self._buffers.indices is not None
-            assert self._buffers.lengths is not None
-            pages = Pages(self._buffers.indptr, self._buffers.indices, self._buffers.lengths)
+            count = len(indptr)
+            planned = self._memory.first(2 * count - 1)
+            # Kernels have these from the plan, and nothing but page ids from the buffers.
+            pages = Pages(planned[:count], self._buffers.indices, planned[count:])
         out = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
         for index, kv_len in enumerate(pages.kv_lens.tolist()):
             rows = slice(*indptr[index : index + 2].tolist())
@@ -538,6 +637,7 @@ class Ragged:
 PACKAGE = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=Prefill,
     BatchDecodeWithPagedKVCacheWrapper=Decode,
+    fast_decode_plan=fast_decode_plan,
     BatchPrefillWithRaggedKVCacheWrapper=Ragged,
     mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=Latent, MLAPlanMetadata=Metadata),
     **vars(flashinfer_elementwise_double.PACKAGE),

@@ -9,7 +9,7 @@ import torch
 
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.runner import ModelRunner
 
 
@@ -63,7 +63,7 @@ class Sequences:
             ),
             query_start=query_start,
             seq_lens=np.array([self.seq_lens[i] for i in new], np.int32),
-            page_tables=tuple(table[list(new)] for table in self.page_tables),
+            page_tables=tuple(self._begun_pages(table, list(new)) for table in self.page_tables),
             logit_rows=np.array(rows, np.int64),
         )
 
@@ -72,6 +72,13 @@ class Sequences:
     ) -> torch.Tensor:
         """`batch`, run."""
         return self._runner.forward(self.batch(new, logit_rows))
+
+    def _begun_pages(self, table: Int32Array, rows: list[int]) -> Int32Array:
+        """The rows of a table, with no pages past the end of their sequences."""
+        page_size, begun = self.pools[0].geometry.page_size, table[rows]
+        for row, index in zip(begun, rows, strict=True):
+            row[-(-self.seq_lens[index] // page_size) :] = -1
+        return begun
 
     def _evict(self, index: int) -> None:
         """What the next token of a sequence does not see."""

@@ -148,6 +148,7 @@ def test_kv_in_fp8_is_read_as_it_was_written(
     assert torch.equal(in_chunks_beside_others(runner, tokens), expected)
 
 
+@pytest.mark.slow  # tiny models have it in `make test`
 def test_a_real_model(smollm2: Path, tokens: list[int]) -> None:
     runner = ModelRunner(smollm2, "bfloat16", "cpu", batch_invariant=True)
     expected = alone(runner, tokens)

@@ -15,22 +15,22 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention import flashinfer_attention
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
+from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
+from kvrelay.model_runner.attention.flashinfer_buffers import GraphPages, StepBlock
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
-from kvrelay.model_runner.attention.new_tokens import StaticNewTokens
-from kvrelay.model_runner.batch import ForwardBatch, PendingIds
+from kvrelay.model_runner.batch import ForwardBatch, PendingIds, new_token_slots
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
 from kvrelay.model_runner.errors import UnsupportedOptionError
-from kvrelay.model_runner.graphs import decode_graphs
+from kvrelay.model_runner.graphs import decode_graphs, graph_step
 from kvrelay.model_runner.graphs.decode_graphs import (
     DecodeGraphs,
-    StaticStep,
     empty_batch,
     is_decode,
     pad_batch,
 )
-from kvrelay.model_runner.layers.decoder import StepInputs
+from kvrelay.model_runner.graphs.graph_step import GraphStep
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.wire.submit import SamplingParams
@@ -40,6 +40,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, OFTEN, assert_close
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+from tests.pairwise import few
 
 SIZES = GraphSizes((1, 2, 4))
 GRAPHS = GraphOptions(SIZES, page_size=3)
@@ -154,6 +155,7 @@ def changed_pages(pool: KVPool, old: torch.Tensor) -> set[int]:
     return set(differs.any(1).nonzero().flatten().tolist())
 
 
+@few(5)
 @pytest.mark.parametrize("name", OFTEN)
 def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> None:
     running, captures = make_running(models, name)
@@ -233,18 +235,34 @@ def first_page(table: np.ndarray, missing: int, _: int) -> np.ndarray:
     return np.concatenate((table, rows))
 
 
-def no_inputs(self: StepInputs, batch: ForwardBatch) -> None:
-    """Lets a graph read the tokens that were there when it was captured."""
+def nothing_is_sent(self: StepBlock, arrays: list[np.ndarray], _: object) -> list[torch.Tensor]:
+    """Lets a graph read the arrays that were there when it was captured."""
+    return self._views(arrays)
+
+
+def old_plan(self: GraphStep, _: object) -> bool:
+    return self._planned is None
+
+
+def old_pages(self: GraphPages, *_: object) -> bool:
+    return self._held is not None
+
+
+def first_slots(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    pages, slots = new_token_slots(*arguments)
+    return pages, np.zeros_like(slots)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
         (decode_graphs, "_pad_table", first_page),
-        (StepInputs, "fill", no_inputs),
-        (StaticNewTokens, "fill", lambda *_: None),
+        (StepBlock, "send", nothing_is_sent),
+        (graph_step, "new_token_slots", first_slots),
+        (GraphStep, "_needs_plan", old_plan),
+        (GraphPages, "_holds", old_pages),
     ],
-    ids=["no_dummy_page", "tokens", "slots"],
+    ids=["no_dummy_page", "arrays", "slots", "plans", "pages"],
 )
 def test_planted_faults_are_found(
     owner: object,
@@ -256,7 +274,7 @@ def test_planted_faults_are_found(
 ) -> None:
     running, _ = make_running(models, "llama")
     monkeypatch.setattr(owner, name, fault)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, IndexError)):
         check_logits(run(running, tokens), models, "llama", tokens)
 
 
@@ -557,10 +575,11 @@ def test_tokens_that_the_host_does_not_know_are_put_into_a_graph(
     assert sum(graph.replays for graph in captures.graphs) == replays + 1
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
 def test_a_graph_is_planned_when_the_plan_before_has_been_copied(
-    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FlashInfer makes each plan in the same memory of the host, whatever the graph's size."""
+    """And, but for latents, only when a sequence has another number of pages: of three tokens."""
     log: list[str] = []
 
     class Copied:
@@ -570,22 +589,23 @@ def test_a_graph_is_planned_when_the_plan_before_has_been_copied(
         def wait(self) -> None:
             log.append("wait")
 
-    fill = StaticStep.fill
-
     def record(_: torch.device) -> Copied:
         log.append("record")
         return Copied()
 
-    def log_fill(self: StaticStep, padded: ForwardBatch) -> None:
-        log.append("fill")
-        fill(self, padded)
+    replan = FlashInferAttention.replan_decode
+
+    def log_plan(*arguments: Any) -> None:
+        log.append("plan")
+        replan(*arguments)
 
     monkeypatch.setattr(runner_module, "record_event", record)
-    monkeypatch.setattr(StaticStep, "fill", log_fill)
-    running, _ = make_running(models, "llama")
-    running.forward({0: tokens[:9], 1: tokens[:4]})
+    monkeypatch.setattr(FlashInferAttention, "replan_decode", log_plan)
+    running, _ = make_running(models, name)
+    running.forward({0: tokens[:8], 1: tokens[:5]})
     log.clear()
-    running.forward({0: tokens[9:10], 1: tokens[4:5]})
-    running.forward({0: tokens[10:11]})
-    running.forward({0: tokens[11:12], 1: tokens[5:6]})
-    assert log == ["fill", "record", *["wait", "fill", "record"] * 2]
+    for step in range(4):  # of 9 and 6 tokens, then of one page more
+        running.forward({0: tokens[8 + step : 9 + step], 1: tokens[5 + step : 6 + step]})
+    planned, kept = ["wait", "plan", "record"], ["record"]
+    third = planned if name == "deepseek-v3" else kept
+    assert log == [*planned, *planned, *third, *third]

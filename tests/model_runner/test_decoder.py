@@ -39,6 +39,8 @@ OFTEN = [
     for name in NAMES
 ]
 """For tests in which what these have of their own, heads and positions, is computed as in any."""
+HALVES = ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+"""Kernels of float16 take half a minute to compile, and few compute in it on a CPU."""
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -180,7 +182,7 @@ def test_geometries(models: Models) -> None:
     assert geometries("deepseek-v3") == (latent,)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     "name", ["llama-biased", "qwen3", "mistral-window", "gemma2", "gemma3", "deepseek-v3"]
 )
@@ -193,7 +195,7 @@ def test_half_precision_is_close(name: str, dtype: str, models: Models, tokens: 
     assert error < (0.03 if dtype == "bfloat16" else 0.004)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["deepseek-v2-experts", "deepseek-v3-experts"])
 def test_experts_in_half_precision(
     name: str, dtype: str, models: Models, tokens: list[int]

@@ -22,7 +22,7 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     FlashInferStepAttention,
 )
 from kvrelay.model_runner.attention.paged_plan import PagedPlan
-from kvrelay.model_runner.batch import Int32Array, PendingIds
+from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.layers.elementwise import Rotation
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
@@ -35,6 +35,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, NAMES
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+from tests.pairwise import few
 
 sampling_triton = pytest.importorskip(
     "kvrelay.model_runner.sampling.sampling_triton", exc_type=ImportError
@@ -158,6 +159,7 @@ def run_on_device(folder: Path, attention: str, tokens: list[int]) -> None:
         assert sample_on_device(logits) == CALLS
 
 
+@few(8)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -244,7 +246,7 @@ def _wide_tensor(_: object, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64))
 
 
-def _host_page_ids(_: torch.Tensor, plan: PagedPlan, __: Int32Array) -> torch.Tensor:
+def _host_page_ids(_: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
     return torch.zeros(int(plan.kv_indptr[-1]), dtype=torch.int32)
 
 

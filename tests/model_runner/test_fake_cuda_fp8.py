@@ -19,6 +19,7 @@ from tests.model_runner.test_fake_cuda import run_on_device
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.test_fp8_linear import made_products
 from tests.model_runner.tiny_models import Models
+from tests.pairwise import few
 
 pytestmark = pytest.mark.usefixtures("guard")
 
@@ -30,6 +31,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     use_double(monkeypatch)
 
 
+@few(4)
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "form", "product"),

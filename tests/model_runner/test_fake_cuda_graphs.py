@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice
+from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
+from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
@@ -23,6 +26,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import OFTEN
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
+from tests.pairwise import few
 
 pytestmark = pytest.mark.usefixtures("guard")
 
@@ -65,9 +69,8 @@ class CheckedCapture:
         return self.made[-1]
 
 
-def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO) -> list[int]:
-    """Two sequences by the graph of four; how often each graph was launched."""
-    capture = CheckedCapture()
+def make_running(folder: Path, kv_dtype: KVDtype, capture: CheckedCapture) -> Sequences:
+    """Three sequences, and the graphs of 4 and 1."""
     runner = ModelRunner(
         folder,
         "bfloat16",
@@ -80,6 +83,13 @@ def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO
     running = Sequences(runner, 3, 60)
     runner.warm_up()
     runner.capture_graphs()
+    return running
+
+
+def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO) -> list[int]:
+    """Two sequences by the graph of four; how often each graph was launched."""
+    capture = CheckedCapture()
+    running = make_running(folder, kv_dtype, capture)
     running.forward({0: tokens[:9], 1: tokens[:3]})
     for step in range(2):
         new: dict[int, Sequence[int]] = {
@@ -95,6 +105,7 @@ def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO
     return [one.count for one in capture.made]
 
 
+@few(5)
 @pytest.mark.parametrize("name", OFTEN)
 def test_every_model_is_captured_without_the_host(
     name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
@@ -114,6 +125,71 @@ def test_kv_in_fp8(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with fake_cuda(monkeypatch):
         assert run_graphs(folder, tokens, KVDtype.FP8_E4M3) == [2, 1]
+
+
+class Traffic(TorchDispatchMode):
+    """Counts copies from the host, each of a pinned piece, and launches beside the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        aliases = [one.alias_info for one in func._schema.returns]
+        is_view = any(one is not None and not one.is_write for one in aliases)
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        if is_view or not made or made[0].device != DEVICE or func.__name__.startswith("empty"):
+            return result
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(one.device.type == "cpu" and one.dim() for one in given):
+            self.copies += 1
+        else:
+            self.launches += 1
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "crossed"),
+    [("llama", (1, 3, 0), (1, 10, 1)), ("deepseek-v3", (1, 3, 1), (1, 10, 1))],
+)
+def test_a_step_is_one_copy_from_the_host(
+    name: str,
+    kept: tuple[int, int, int],
+    crossed: tuple[int, int, int],
+    models: Models,
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two launches put awaited tokens into it, and one saves its logits.
+
+    Where a sequence begins a page, two more write it to the page table, five gather page ids, and
+    FlashInfer plans. Latents are planned for each step.
+    """
+    folder, planned = models.folder(name), list[object]()
+    use_double(monkeypatch)
+    replan = FlashInferAttention.replan_decode
+
+    def count_plan(*arguments: Any) -> None:
+        planned.append(arguments)
+        replan(*arguments)
+
+    monkeypatch.setattr(FlashInferAttention, "replan_decode", count_plan)
+    with fake_cuda(monkeypatch):
+        running = make_running(folder, KVDtype.AUTO, CheckedCapture())
+        running.forward({0: tokens[:9], 1: tokens[:3]})
+        counts = []
+        for step in range(6):
+            batch = running.batch({0: tokens[9 + step : 10 + step], 1: tokens[3 + step : 4 + step]})
+            sampled = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+            pending = PendingIds(np.arange(2), np.arange(2), sampled)
+            planned.clear()
+            with Traffic() as traffic:
+                running._runner.launch(replace(batch, pending=pending))
+            counts.append((traffic.copies, traffic.launches, len(planned)))
+    # The first step sends the whole page table, too.
+    assert counts[0] == (2, 8, 1)
+    assert counts[1:] == [kept, kept, crossed, kept, kept]
 
 
 def _host_positions(self: RotaryEmbedding, positions: torch.Tensor) -> object:

@@ -6,8 +6,8 @@ import importlib
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise, takewhile
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     flashinfer_lacks,
 )
 from kvrelay.model_runner.attention.fp8_pages import FP8
-from kvrelay.model_runner.attention.paged_plan import plan_pages
+from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.query_heads import QueryHeads
@@ -41,6 +41,7 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_attention import KINDS, make_batch, make_pool, make_rows
 from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
 from tests.model_runner.tiny_models import Models
+from tests.pairwise import few
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GEOMETRY = KVGeometry(2, 2, 64, torch.bfloat16, 16)
@@ -121,12 +122,14 @@ def test_plan_has_the_visible_pages_and_nothing_else(
     geometry = replace(GEOMETRY, page_size=page_size, window=window)
     batch = batch_of(lengths, geometry)
     (table,) = batch.page_tables
-    plan = plan_pages(batch, table, geometry)
-    arrays = (plan.query_indptr, plan.kv_indptr, plan.page_ids, plan.last_page_len, plan.kv_lens)
-    assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
-    assert plan.is_decode == all(new == 1 for new, _ in lengths)
+    plan = plan_pages(batch, geometry)
+    for array in vars_of(plan):
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+    assert plan.num_decodes == len(list(takewhile(lambda one: one[0] == 1, lengths)))
     for index, (new, all_) in enumerate(lengths):
-        pages = plan.page_ids[plan.kv_indptr[index] : plan.kv_indptr[index + 1]]
+        first_page = plan.first_pages[index]
+        pages = table[index, first_page : first_page + np.diff(plan.kv_indptr)[index]]
         # Token by token: the pages that a new token, or the one that would come next, sees.
         first = all_ - new
         oldest = 0 if window is None else max(0, first + 1 - window)
@@ -136,6 +139,21 @@ def test_plan_has_the_visible_pages_and_nothing_else(
         seen = all_ - oldest // page_size * page_size if expected else 0
         assert plan.kv_lens[index] == seen
         assert plan.last_page_len[index] == ((all_ - 1) % page_size + 1 if expected else 0)
+
+
+def vars_of(plan: PagedPlan) -> list[np.ndarray]:
+    return [getattr(plan, field.name) for field in fields(plan)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_of_sequences, cut=st.integers(0, 5))
+def test_a_part_of_a_plan_is_the_plan_of_a_part(lengths: list[tuple[int, int]], cut: int) -> None:
+    cut = min(cut, len(lengths))
+    plan = plan_pages(batch_of(lengths, GEOMETRY), GEOMETRY)
+    for first, end in ((0, cut), (cut, len(lengths))):
+        own = plan_pages(batch_of(lengths[first:end], GEOMETRY), GEOMETRY)
+        for ours, theirs in zip(vars_of(plan.part(first, end)), vars_of(own), strict=True):
+            assert np.array_equal(ours, theirs)
 
 
 @settings(max_examples=40, deadline=None)
@@ -163,7 +181,13 @@ def test_any_batch_agrees_with_torch(
 @pytest.mark.parametrize("order", list(PageOrder))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "lengths", [[(1, 40), (1, 1), (1, 16)], [(7, 7), (1, 33), (30, 39)], [(4, 21)]]
+    "lengths",
+    [
+        [(1, 40), (1, 1), (1, 16)],
+        [(1, 33), (1, 5), (7, 7), (30, 39)],
+        [(7, 7), (1, 33), (30, 39)],
+        [(4, 21)],
+    ],
 )
 def test_every_kind_agrees_with_torch(
     kind: str, order: PageOrder, lengths: list[tuple[int, int]]
@@ -193,6 +217,7 @@ def agrees_with_torch(
         assert torch.equal(pool.data.nan_to_num(7), reference.data.nan_to_num(7))
 
 
+@few(8)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
 def test_every_model_agrees_with_transformers(name: str, models: Models, tokens: list[int]) -> None:
@@ -225,6 +250,22 @@ def test_one_plan_serves_all_layers_of_a_pool(models: Models, tokens: list[int])
     plans = [one.plans for one in wrappers if isinstance(one, flashinfer_double.Grouped)]
     assert sorted(plans) == [0] * 4 + [1] * 4
     assert [one for both in flashinfer._wrappers.values() for one in both] == sets
+
+
+@pytest.mark.usefixtures("double")
+def test_tokens_beside_a_prompt_run_the_decode_kernels() -> None:
+    """One launch more a layer, and the prefill kernels have the prompts' rows alone."""
+    lengths = [(1, 40), (1, 33), (1, 5), (7, 7), (1, 9)]
+    batch = make_batch(lengths, GEOMETRY, 20)
+    backend = FlashInferAttention(FlashInfer(CPU), make_pool(GEOMETRY, batch, 20), HEADS)
+    step = backend.plan(batch, batch.page_tables[0])
+    step.attend(0, make_rows(batch, GEOMETRY, HEADS))
+    prefill, decode = backend.wrappers
+    assert isinstance(prefill, flashinfer_double.Prefill)
+    assert isinstance(decode, flashinfer_double.Decode)
+    assert (prefill.runs, decode.runs) == (1, 1)
+    assert prefill._query_indptr.tolist() == [0, 7, 8]
+    assert len(decode._query_indptr) == 4
 
 
 @pytest.mark.usefixtures("double")

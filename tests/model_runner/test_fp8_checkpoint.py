@@ -17,6 +17,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fp8_models import FORMATS, SINGLE, compressed, write_fp8
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
+from tests.pairwise import few
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
@@ -28,6 +29,7 @@ def logits_of(folder: Path, dtype: str, tokens: list[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
+@few(8)
 @pytest.mark.parametrize(
     ("name", "form", "dtype"),
     [

@@ -37,6 +37,7 @@ from tests.model_runner.test_decoder import EXPERTS, NAMES
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.test_fp8_checkpoint import rewrite
 from tests.model_runner.tiny_models import Models
+from tests.pairwise import few
 
 CPU = torch.device("cpu")
 LENGTHS = [(1, 40), (7, 7), (1, 33), (30, 39)]
@@ -185,6 +186,7 @@ def test_only_visible_pages_are_widened_and_each_once() -> None:
     assert (places[1, 3:] == -1).all()
 
 
+@few(8)
 @pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
 def test_every_model_is_near_itself(name: str, models: Models, tokens: list[int]) -> None:
     """In prompts, chunks, verification and decode: 3 bits of mantissa are felt, no more."""
@@ -301,6 +303,7 @@ def test_models_by_flashinfer_are_those_of_torch(
 TEXT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 
 
+@pytest.mark.slow  # tiny models have it in `make test`
 def test_smollm2_s_tokens_are_nearly_bfloat16_s(smollm2: Path) -> None:
     """After each token of a text that bfloat16 has written, without scales in the checkpoint."""
     plain = Sequences(ModelRunner(smollm2, "bfloat16", "cpu"), 1, 80, 16)

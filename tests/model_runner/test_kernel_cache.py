@@ -12,6 +12,7 @@ import pytest
 
 from kvrelay.cpu_kernels.jit import kernel
 from kvrelay.cpu_kernels.kernel_cache import SOURCES, make_cache_folder
+from tests.pairwise import few
 
 NORM = """
 import inspect
@@ -98,6 +99,7 @@ def test_kernels_lie_below_the_users_cache_and_are_found_from_everywhere(tmp_pat
     assert other != file
 
 
+@few(1)
 @pytest.mark.parametrize("cache_home", ["/dev/null", "relative"])
 def test_an_unusable_cache_is_done_without(cache_home: str) -> None:
     assert cache_paths(cache_home) == ["None"] * 3

@@ -95,6 +95,7 @@ def test_tiny_models_in_float32(name: str, models: Models, tokens: list[int]) ->
     has_the_same_bits(runner, tokens * 10, 9)
 
 
+@pytest.mark.slow  # tiny models have it in `make test`
 def test_a_real_model_in_chunks_that_threads_share(smollm2: Path, tokens: list[int]) -> None:
     runner = ModelRunner(smollm2, "bfloat16", "cpu", kernel_threads=KernelThreads(1))
     has_the_same_bits(runner, tokens * 10, 44)

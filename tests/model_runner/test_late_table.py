@@ -15,7 +15,7 @@ import torch
 from kvrelay.device.device_streams import STEPS_IN_FLIGHT, DeviceEvent
 from kvrelay.model_runner.attention import device_table
 from kvrelay.model_runner.attention.device_table import DeviceTable, gather_page_ids
-from kvrelay.model_runner.attention.paged_plan import plan_pages, visible_pages
+from kvrelay.model_runner.attention.paged_plan import plan_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from tests.late_device import LateStreams
 from tests.late_operations import LateOperations
@@ -47,6 +47,7 @@ class Worker:
         self.in_flight: deque[InFlight] = deque()
         self.sent_changes = 0
         monkeypatch.setattr(device_table, "copy_array", self.copy_array)
+        monkeypatch.setattr(device_table, "pin_to_device", pin_to_device)
         for _ in range(4):
             self.requests.join(5)
 
@@ -64,16 +65,17 @@ class Worker:
         staging, tables, seen = self.staging.begin(), requests.table(), list[torch.Tensor]()
         table = staging.put(tables)
         batch = decode_of(table)
-        plan, (first, _) = plan_pages(batch, table, GEOMETRY), visible_pages(batch, GEOMETRY)
+        plan = plan_pages(batch, GEOMETRY)
         with LateOperations(self.device.forward):
             on_device = self.table.update(table)
-            page_ids = gather_page_ids(on_device, plan, first)
+            page_ids = gather_page_ids(on_device, plan)
         # Two kernels, between which others may run.
         for what in (on_device, page_ids):
             self.device.forward.launch(partial(_see, what, seen))
         home = self.device.forward.record()
         staging.use_until(home)
-        self.in_flight.append(InFlight(home, tables, plan.page_ids, seen))
+        own = [row[:pages] for row, pages in zip(tables, np.diff(plan.kv_indptr), strict=True)]
+        self.in_flight.append(InFlight(home, tables, np.concatenate(own), seen))
 
     def end_oldest(self) -> None:
         """Wait for a step, which has read its own pages and nobody else's."""
@@ -93,6 +95,11 @@ class Worker:
                     self.device.run_one()
         while self.in_flight:
             self.end_oldest()
+
+
+def pin_to_device(array: Int32Array, _: torch.device) -> torch.Tensor:
+    """As `Worker.copy_array`: the copy is there later."""
+    return torch.from_numpy(array.copy()).clone()
 
 
 def _see(what: torch.Tensor, seen: list[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from kvrelay.model_runner.layers.linear import (
     PlainLinear,
     WeightMemory,
 )
+from tests.pairwise import few
 
 RoundInputs = Callable[[int], int]
 SHAPES = [(16, 4), (48, 8), (1008, 52), (960, 576), (576, 1536), (48, 11008)]
@@ -88,6 +89,7 @@ def test_as_exact_as_torch(
     assert mean_error(panels.add_to(residual, x), total) <= 1.01 * of_torch
 
 
+@few(6)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_bits_do_not_depend_on_rows_or_threads(

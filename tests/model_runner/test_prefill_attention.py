@@ -79,7 +79,9 @@ def test_shapes(shape: str, units: str) -> None:
     agrees_with_torch(geometry, heads, CHUNKS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_other_dtypes(dtype: torch.dtype) -> None:
     agrees_with_torch(KVGeometry(2, 3, 64, dtype, 16), QueryHeads(9, 64, 0.125), CHUNKS)
 
@@ -104,7 +106,9 @@ RAGGED = [(n, n + before) for n in RAGGED_TOKENS for before in (0, 5, 190)]
         pytest.param(6, 2, 64, 16, None, None, torch.bfloat16, id="groups of 3"),
         pytest.param(3, 3, 64, 16, 40, None, torch.bfloat16, id="no groups, window"),
         pytest.param(4, 2, 256, 16, 130, 50.0, torch.bfloat16, id="gemma's"),
-        pytest.param(3, 1, 20, 5, 7, 0.5, torch.float16, id="float16, pages of 5"),
+        pytest.param(
+            *(3, 1, 20, 5, 7, 0.5, torch.float16), id="float16, pages of 5", marks=pytest.mark.slow
+        ),
         pytest.param(3, 1, 24, 1, None, None, torch.float32, id="float32, pages of 1"),
     ],
 )

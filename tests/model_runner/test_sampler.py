@@ -24,6 +24,7 @@ from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.submit import SamplingParams
 from tests.model_runner.samples import as_tokens
+from tests.pairwise import few
 
 VOCAB = 700
 
@@ -86,6 +87,7 @@ def reference(logits: torch.Tensor, **params: Any) -> np.ndarray:
     return kept
 
 
+@few(3)
 @pytest.mark.parametrize(
     "params",
     [

@@ -16,7 +16,7 @@ from kvrelay.router.requests.output_choice import Choice
 from kvrelay.router.requests.output_stream import OutputStream
 from kvrelay.router.requests.output_text import TextStream
 from kvrelay.router.requests.readers import Patience, Readers
-from tests.pairwise import whole
+from tests.pairwise import few, whole
 
 from .live_run import made
 
@@ -127,6 +127,7 @@ async def test_nothing_is_sent_after_a_cancellation(
         assert passing.door.sent == before
 
 
+@few(4)
 @DOORS
 @whole(has_room=[True, False], cancelled=[True, False])
 async def test_a_stream_is_freed_when_its_reader_has_left(

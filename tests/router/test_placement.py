@@ -221,7 +221,7 @@ class Naive:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_choices_are_those_of_the_definition_whatever_has_changed(rng: random.Random) -> None:
     naive, made = Naive(), Ready()
     names = {role: [f"{role}-{n}" for n in range(rng.randint(1, 6))] for role in WorkerRole}

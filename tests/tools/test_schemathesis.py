@@ -56,7 +56,7 @@ async def attack(tmp_path: Path, phase: str, examples: int) -> int:
 
 
 async def test_a_few_calls(tmp_path: Path) -> None:
-    assert await attack(tmp_path, "fuzzing", 10) > 50
+    assert await attack(tmp_path, "fuzzing", 5) > 20
 
 
 @pytest.mark.slow

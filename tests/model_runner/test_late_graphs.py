@@ -1,0 +1,150 @@
+"""Steps by graphs on a device that runs all work late: what it reads is not overwritten before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from kvrelay.device.device_streams import DeviceEvent, PinnedSet, Staging, StagingSet
+from kvrelay.model_runner import runner as runner_module
+from kvrelay.model_runner.attention.attention_choice import AttentionChoice
+from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
+from kvrelay.model_runner.graphs.graph_step import GraphStep
+from kvrelay.model_runner.runner import ModelRunner
+from tests.late_device import LateStreams
+from tests.late_operations import LateOperations
+from tests.model_runner import graph_double
+from tests.model_runner.graph_double import Recording
+from tests.model_runner.sequences import Sequences
+from tests.model_runner.test_flashinfer_attention import use_double
+from tests.model_runner.tiny_models import Models
+
+STEPS: Sequence[Sequence[int]] = [[0, 1], [0, 1], [1], [0, 1, 2], [0, 1, 2], [2], [0, 1], [0, 1]]
+"""The sequences of each step of decode."""
+PROMPTS = {0: 8, 1: 5, 2: 4}
+
+
+class PlainEvent:
+    """An event, whose wait runs what was launched as it is."""
+
+    def __init__(self, event: DeviceEvent) -> None:
+        self._event = event
+
+    def passed(self) -> bool:
+        return self._event.passed()
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self._event.wait()
+
+
+class PlainStaging:
+    """Staging that the host spoils at once, not by work on a stream."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    def begin(self) -> StagingSet:
+        with _disable_current_modes():
+            return self._staging.begin()
+
+
+class LateGraph:
+    """A graph whose launch is a piece of work of the forward's stream."""
+
+    def __init__(self, recording: Recording, device: LateStreams) -> None:
+        self._recording, self._device = recording, device
+
+    def replay(self) -> None:
+        self._device.forward.launch(self._recording.replay)
+
+
+@torch.inference_mode()
+def run(
+    models: Models, name: str, tokens: list[int], patch: pytest.MonkeyPatch, device: LateStreams
+) -> list[torch.Tensor]:
+    """The logits of each step; nobody waits for a step before the next one is launched."""
+    patch.setattr(runner_module, "make_staging", lambda _: PlainStaging(device.make_staging()))
+
+    def record(_: torch.device) -> DeviceEvent:
+        return PlainEvent(device.forward.record())
+
+    def capture() -> Callable[[Callable[[], object]], LateGraph]:
+        return lambda work: LateGraph(graph_double.capture(work), device)
+
+    patch.setattr(runner_module, "record_event", record)
+    runner = ModelRunner(
+        models.folder(name),
+        "float32",
+        "cpu",
+        attention=AttentionChoice.FLASHINFER,
+        graphs=GraphOptions(GraphSizes((2, 4)), page_size=3),
+        capture=capture,
+    )
+    running = Sequences(runner, 3, 40)
+    runner.warm_up()
+    runner.capture_graphs()
+    running.forward({i: tokens[:count] for i, count in PROMPTS.items()})
+    batches, results = [], []
+    for step in STEPS:
+        places = {i: running.seq_lens[i] for i in step}
+        batches.append(running.batch({i: tokens[p : p + 1] for i, p in places.items()}))
+        with LateOperations(device.forward):
+            results.append(runner.launch(batches[-1]))
+    device.forward.record().wait()
+    return results
+
+
+def check(
+    models: Models, name: str, tokens: list[int], patch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The logits of all steps are those of transformers, though the host had to wait."""
+    device = LateStreams(random.Random(seed))
+    got = run(models, name, tokens, patch, device)
+    lengths, reference = dict(PROMPTS), models.logits(name, tokens[:40])
+    for step, logits in zip(STEPS, got, strict=True):
+        rows = [reference[lengths[i]] for i in step]
+        torch.testing.assert_close(logits, torch.stack(rows), rtol=1e-4, atol=1e-4)
+        for i in step:
+            lengths[i] += 1
+    assert device.waits
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_that_nobody_waits_for(
+    seed: int, name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_double(monkeypatch)
+    check(models, name, tokens, monkeypatch, seed)
+
+
+def staging_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PinnedSet, "use_until", lambda *_: None)
+
+
+def plans_are_made_at_once(patch: pytest.MonkeyPatch) -> None:
+    place = GraphStep.place
+
+    def hasty(self: Any, layout: Any, changes: Any, _: Any) -> None:
+        place(self, layout, changes, lambda: None)
+
+    patch.setattr(GraphStep, "place", hasty)
+
+
+@pytest.mark.parametrize("plant", [staging_is_free_at_once, plans_are_made_at_once])
+def test_a_planted_fault_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    models: Models,
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_double(monkeypatch)
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        check(models, "llama", tokens, monkeypatch, 0)
