@@ -95,8 +95,8 @@ class PlannedRows(NamedTuple):
 
     wrapper: Wrapper
     rows: slice
-    num_heads: int
-    """The query heads that are planned: the model's first, then empty ones."""
+    empty_heads: int = 0
+    """The query heads that were planned behind the model's own, with nothing in them."""
 
 
 def flashinfer_lacks(
@@ -468,15 +468,15 @@ class FlashInferAttention:
             **self._options(),
         )
 
-    def planned_heads(self, plan: PagedPlan) -> int:
-        """The query heads that kernels are planned for: those of the model first, then empty ones.
+    def empty_heads(self, plan: PagedPlan) -> int:
+        """The query heads to be planned behind the model's own, with nothing in them.
 
         A tile of queries over latents must not end within a token, unless it has one sequence's
         only token.
         """
-        if self.pool.geometry.latent and not plan.is_decode:
-            return fitting_heads(self.heads.num_heads)
-        return self.heads.num_heads
+        if plan.is_decode or not self.pool.geometry.latent:
+            return 0
+        return fitting_heads(self.heads.num_heads) - self.heads.num_heads
 
     def attend(
         self, parts: Sequence[PlannedRows], new_tokens: NewTokens, layer: int, rows: torch.Tensor
@@ -491,22 +491,22 @@ class FlashInferAttention:
         pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
         new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
         if self.pool.geometry.latent:
-            [(wrapper, _, planned_heads)] = parts
+            [part] = parts
             latents = pages[:, 0, 0]  # one part, one head: [pages, page_size, head_dim]
             scales = {}
             if fp8 is not None:  # of the latent and of its rotary key: they are one vector here
                 scales = dict.fromkeys(("ckv_scale", "kpe_scale"), fp8.scales[layer].key)
-            if planned_heads > num_heads:
-                queries = functional.pad(queries, (0, 0, 0, planned_heads - num_heads))
-            sums = wrapper.run(query=queries, kv_cache=latents, **scales)
+            if part.empty_heads:
+                queries = functional.pad(queries, (0, 0, 0, part.empty_heads))
+            sums = part.wrapper.run(query=queries, kv_cache=latents, **scales)
             return sums[:, :num_heads].flatten(1)
         scales = {}
         if fp8 is not None:
             scales = {"k_scale": fp8.scales[layer].key, "v_scale": fp8.scales[layer].value}
         # Without `out` the prefill kernels' results would be zeroed before they are written.
         results, both = queries.new_empty(queries.shape), (pages[:, 0], pages[:, 1])
-        for wrapper, own, _ in parts:
-            wrapper.run(queries[own], both, out=results[own], **scales)
+        for part in parts:
+            part.wrapper.run(queries[part.rows], both, out=results[part.rows], **scales)
         return results[..., : self.heads.value_dim].flatten(1)
 
     def _pages(self, plan: PagedPlan, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -532,7 +532,7 @@ class FlashInferAttention:
         starts = (to_host(plan.query_indptr), to_host(plan.kv_indptr))
         wrapper.plan(
             metadata=self.flashinfer.csr_metadata(*starts, page_ids, to_host(plan.kv_lens)),
-            num_heads=self.planned_heads(plan),
+            num_heads=heads.num_heads + self.empty_heads(plan),
             head_dim_ckv=heads.value_dim,
             head_dim_kpe=geometry.head_dim - heads.value_dim,
             page_size=geometry.page_size,
@@ -569,13 +569,13 @@ class FlashInferStepAttention:
         count, decodes = len(plan.last_page_len), plan.num_decodes
         if plan.is_decode or backend.pool.geometry.latent:
             backend.plan_decode(wrappers[-1], plan, page_ids)
-            return [PlannedRows(wrappers[-1], slice(None), backend.planned_heads(plan))]
-        parts, num_heads = [], backend.heads.num_heads
+            return [PlannedRows(wrappers[-1], slice(None), backend.empty_heads(plan))]
+        parts = []
         if decodes:
             backend.plan_decode(wrappers[-1], *_part_of(plan, page_ids, 0, decodes))
-            parts.append(PlannedRows(wrappers[-1], slice(decodes), num_heads))
+            parts.append(PlannedRows(wrappers[-1], slice(decodes)))
         backend.plan_prefill(wrappers[0], *_part_of(plan, page_ids, decodes, count))
-        return [*parts, PlannedRows(wrappers[0], slice(decodes, None), num_heads)]
+        return [*parts, PlannedRows(wrappers[0], slice(decodes, None))]
 
 
 def _part_of(

@@ -53,7 +53,7 @@ class GraphStep:
         self._arrays = self.buffers.block.arrays(size).pools[pool]
         self._pages = self.buffers.pages[pool]
         wrapper = backend.flashinfer.graph_wrapper(pool, size)
-        self._parts = [PlannedRows(wrapper, slice(None), backend.heads.num_heads)]
+        self._parts = [PlannedRows(wrapper, slice(None))]
         self._new_tokens = backend.static_tokens(self._arrays.new_pages, self._arrays.new_slots)
         self._is_captured = False
         """Whether a plan was made by which the graph is captured."""
@@ -87,12 +87,12 @@ class GraphStep:
         if not self._needs_plan(plan):
             return
         before_plan()
-        wrapper = self._parts[0].wrapper
+        [part] = self._parts
         plan_kernels = (
             self._backend.replan_decode if self._is_captured else self._backend.plan_decode
         )
         self._planned = None  # if this fails, the device's plan is unknown
-        plan_kernels(wrapper, plan, ids)
+        plan_kernels(part.wrapper, plan, ids)
         self._is_captured, self._planned = True, plan.kv_indptr
 
     def _needs_plan(self, plan: PagedPlan) -> bool:
