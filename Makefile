@@ -8,7 +8,8 @@
 #   SERVE   options of `kvrelay serve`, e.g. SERVE="--prefill 2 --decode 2"
 #   BENCH   options of the load generator; with --target no cluster is started
 #   PEERS   options of the comparison with vLLM, e.g. PEERS="--quick"
-#   GPU     options of the proofs on a GPU, e.g. GPU="--minutes 10"
+#   GPU     stages on a GPU and options of them, e.g. GPU="--minutes 10 first"
+#   KIT     options of the kit for a machine without network, e.g. KIT="--kernels none"
 #   CHAOS   options of the fault matrix, e.g. CHAOS="--only draining" or, as root,
 #           CHAOS=--two-networks, where KV goes over a slow link
 #   SOAK    options of the soak, e.g. SOAK="--minutes 5 --seed 3"
@@ -21,6 +22,7 @@ BENCH ?= --sweep
 TESTS ?=
 PEERS ?=
 GPU ?=
+KIT ?=
 CHAOS ?=
 SOAK ?=
 PICTURES ?=
@@ -110,6 +112,14 @@ test-all: $(READY) ## run all tests; those of other people's tools need make too
 tools-env: $(READY) ## make the environments of aiperf, guidellm and lm-eval, for make test-all (3 GB)
 	$(BIN)/python -m tests.tools.environments
 
+# What a machine with a GPU has: Python 3.12 and torch 2.11.
+GPU_PYTHON ?= python3.12
+export GPU_PYTHON
+
+.PHONY: gpu-env
+gpu-env: $(READY) ## make an environment of Python 3.12 and torch 2.11 (GPU_PYTHON), for make test-all (6 GB)
+	$(BIN)/python -m tests.tools.environments --gpu
+
 .PHONY: check
 check: $(READY) check-stubs check-proto check-docs ## check lint, format, types, layers, rules of the house, messages and documentation
 	$(BIN)/ruff check .
@@ -195,8 +205,17 @@ PEERS_PIP = $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check
 peers-env: $(PEERS_INSTALLED) ## make the environment of vLLM, for make bench-peers and make test-all (4 GB)
 
 .PHONY: gpu
-gpu: $(READY) ## prove and measure on a GPU, in stages; writes docs/gpu-report.md; GPU="--minutes 30"
+gpu: $(READY) ## prove and measure on a GPU, in stages; GPU="--minutes 30 first"
 	@exec $(BIN)/python -m benchmarks.gpu $(GPU)
+
+.PHONY: gpu-kit
+gpu-kit: $(READY) ## prepare .gpukit, for a machine with a GPU and no network; KIT="--kernels none" (30 minutes)
+	@exec $(BIN)/python -m benchmarks.gpu_kit.prepare $(KIT)
+
+# There is no network there, and no environment of ours: PYTHON has torch.
+.PHONY: gpu-offline
+gpu-offline: ## unpack .gpukit there, then the same as make gpu
+	@exec $(PYTHON) -m benchmarks.gpu_kit.offline $(GPU)
 
 .PHONY: bench-peers
 bench-peers: $(READY) $(PEERS_INSTALLED) ## compare with vLLM, in turn; writes docs/bench-peers.md (40 minutes)
@@ -221,5 +240,5 @@ constraints: $(READY) ## pin the versions that are installed now
 
 .PHONY: clean
 clean: ## remove the environments, caches and builds
-	rm -rf $(VENV) $(PEERS_VENV) .venv-tools build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS_VENV) .venv-tools .gpukit build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

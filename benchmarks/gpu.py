@@ -1,139 +1,84 @@
-"""What a machine with a GPU can prove and measure, in stages, the cheapest proof first.
+"""What a machine with a GPU can prove and measure, in stages of some minutes, the cheapest first.
 
 python -m benchmarks.gpu --help
 
-Every stage is a command. A stage that has passed is not run again for the same revision and
-GPU: after a stage was mended, or time ran out, the same command goes on. Without a GPU nothing
-runs; what the machine lacks is printed, and the exit status is 2. It is 1 while a stage is missing.
+A line tells how each stage ended, PASS, FAIL, TIME (out of time), SKIP (no time was left) or NONE
+(what it needs is not here), its seconds and its figures. Without a GPU nothing runs but `--trial`;
+what the machine lacks is printed, and the exit status is 2. It is 1 if a stage did not pass.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory
 
 import click
 import torch
 
+from benchmarks.gpu_kit.compiling import Compiling
+from benchmarks.gpu_kit.running import Outcome, Report, Result, Sessions
+from benchmarks.gpu_kit.stage_table import SETS, STAGES, Stage, choose
+from benchmarks.with_cluster import interrupt_on_signals
 from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks
 
-_SHOWN_LINES = 30
-"""Of a stage's output, in the report."""
-_GRACE_SECONDS = 30.0
-"""That a stage without time left gets to stop what it has started."""
-_PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+ROOT = Path(__file__).resolve().parents[1]
+LEAST_SECONDS = 5.0
+"""A stage with less time left is not begun."""
+COMPILING_PART = 0.4
+"""The most of all time to wait for kernels."""
+Groups = Sequence[Sequence[Stage]]
 
 
-class Outcome(StrEnum):
-    """How a stage ended."""
+def run_groups(
+    groups: Groups,
+    begin: Callable[[Stage, float], Result],
+    seconds: float,
+    compiling: Compiling | None = None,
+    end_all: Callable[[], None] = lambda: None,
+) -> Generator[Result | list[str], None, None]:
+    """Run the groups one after the other, the stages of one side by side, within `seconds` in all.
 
-    PASSED = "passed"
-    FAILED = "failed"
-    NOTHING = "nothing ran: what it needs is not here"
-    TIMED_OUT = "out of time"
-    NOT_RUN = "not run: no time was left"
+    Yields each result as it comes, and lines about kernels.
 
+    Args:
+        groups: the stages.
+        begin: runs a stage within so many seconds.
+        seconds: the limit on all of them.
+        compiling: compiles the kernels that stages need before them; None: nothing does.
+        end_all: ends stages that run when this is interrupted.
+    """
+    end = time.monotonic() + seconds
+    needs = [[name for stage in group for name in stage.kernels] for group in groups]
+    if compiling is not None:
+        compiling.start(next(filter(None, needs), []))
 
-@dataclass(frozen=True)
-class Stage:
-    """A command that proves or measures something."""
+    def within_limits(stage: Stage) -> Result:
+        left = min(stage.seconds, end - time.monotonic())
+        return begin(stage, left) if left >= LEAST_SECONDS else Result(stage.name, Outcome.SKIP)
 
-    name: str
-    proves: str
-    command: Sequence[str]
-
-
-STAGES = (
-    Stage(
-        "sampling",
-        "kernels draw the CPU's tokens",
-        (*_PYTEST, "tests/model_runner/test_device_sampler.py"),
-    ),
-    Stage(
-        "copies",
-        "pages between page orders and devices; streams, events and pinned memory",
-        (*_PYTEST, "tests/mem_cache"),
-    ),
-    Stage(
-        "attention",
-        "FlashInfer's kernels give plain torch's results; compiles them, which takes minutes",
-        (*_PYTEST, "tests/model_runner/test_gpu.py", "-k", "attention"),
-    ),
-    Stage(
-        "models",
-        "every model in float32 and bfloat16 against transformers",
-        (*_PYTEST, "tests/model_runner/test_gpu.py", "-k", "models"),
-    ),
-    Stage(
-        "formats",
-        "products and KV in FP8, CUDA graphs, prompts over latents",
-        (*_PYTEST, "tests/model_runner/test_gpu_formats.py"),
-    ),
-    Stage("transfer", "the transfer agent beside pools on a GPU", (*_PYTEST, "tests/kv_transfer")),
-    Stage(
-        "load",
-        "a cluster of a prefill and a decode worker under load",
-        (
-            *(sys.executable, "-m", "benchmarks.with_cluster"),
-            *("--device", "cuda", "--grpc", "127.0.0.1:0"),
-            *("--", "--sweep", "--max-seconds", "60"),
-        ),
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a stage."""
-
-    outcome: Outcome
-    seconds: float = 0.0
-    output: str = ""
-    """Its last lines."""
-
-
-class Results:
-    """The results of one revision on one machine, kept in a folder, a file for each stage."""
-
-    def __init__(self, folder: Path, subject: str) -> None:
-        self._folder = folder
-        self._subject = subject
-
-    def get(self, stage: Stage) -> Result | None:
-        """What came of `stage` here, of the same command, if that is known."""
-        try:
-            found = json.loads(self._file(stage).read_text())
-        except FileNotFoundError:
-            return None
-        if (found["subject"], found["command"]) != (self._subject, list(stage.command)):
-            return None
-        return Result(Outcome(found["outcome"]), found["seconds"], found["output"])
-
-    def put(self, stage: Stage, result: Result) -> None:
-        """Keep it, in place of what was known."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        known = {"subject": self._subject, "command": stage.command, **asdict(result)}
-        self._file(stage).write_text(json.dumps(known))
-
-    def _file(self, stage: Stage) -> Path:
-        return self._folder / f"{stage.name}.json"
+    for group, names in zip(groups, needs, strict=True):
+        if compiling is not None and names:
+            compiling.start(names)
+            left = end - time.monotonic() - LEAST_SECONDS
+            yield compiling.wait(max(0.0, min(seconds * COMPILING_PART, left)))
+        with ThreadPoolExecutor(len(group)) as pool:
+            running = [pool.submit(within_limits, stage) for stage in group]
+            try:
+                yield from (one.result() for one in as_completed(running))
+            except BaseException:
+                end_all()
+                raise
 
 
 def missing() -> list[str]:
-    """What the machine lacks for any stage, a line each."""
+    """Say what the machine lacks for any stage, a line each."""
     if torch.version.cuda is None:
         return [f"torch {torch.__version__} is a build without CUDA: install one for CUDA"]
     if not torch.cuda.is_available():
@@ -142,139 +87,13 @@ def missing() -> list[str]:
 
 
 def missing_for_attention() -> list[str]:
-    """What it lacks for FlashInfer alone, a line each."""
+    """Say what it lacks for FlashInfer alone, a line each."""
     lines = []
     if _version("flashinfer-python") is None:
         lines.append("FlashInfer: pip install 'kvrelay[cuda]'")
     if lack := compiler_lacks():
         lines.append(f"to compile FlashInfer's kernels: {lack}")
     return lines
-
-
-@dataclass(frozen=True)
-class Peers:
-    """The environments of the engines that kvrelay is compared with."""
-
-    vllm: Path
-    sglang: Path
-
-    def installed(self) -> list[str]:
-        """Those that are there, by the names that `benchmarks.peers` has for them."""
-        sglang = self.sglang.glob("lib/python3*/site-packages/sglang/launch_server.py")
-        found = {"vllm": (self.vllm / "bin" / "vllm").exists(), "sglang": any(sglang)}
-        return [name for name, is_there in found.items() if is_there]
-
-    def missing(self) -> list[str]:
-        """What is not there, a line each."""
-        names = {"vllm": self.vllm, "sglang": self.sglang}
-        for name in self.installed():
-            del names[name]
-        return [f"to compare with: {name} in {at} (--{name})" for name, at in names.items()]
-
-    def stage(self, folder: Path, machine: str) -> Stage | None:
-        """The comparison with those that are there, if any. Its runs are those of this machine."""
-        names = self.installed()
-        if not names:
-            return None
-        runs = folder / f"peers-{hashlib.sha256(machine.encode()).hexdigest()[:12]}.jsonl"
-        return Stage(
-            "peers",
-            f"kvrelay beside {' and '.join(names)} by one client in turn; tables in {folder}",
-            (
-                *(sys.executable, "-m", "benchmarks.peers", "--device", "cuda"),
-                *("--systems", ",".join(("adaptive", "aggregated", *names)), "--rounds", "2"),
-                *("--loads", "256/128@8,256/128@64,1024/64@8,1024/64@64"),
-                *("--runs", str(runs), "--page", str(folder)),
-                *("--vllm", str(self.vllm), "--sglang", str(self.sglang)),
-            ),
-        )
-
-
-def run_stages(
-    stages: Sequence[Stage], results: Results, seconds: float, again: bool = False
-) -> Iterator[tuple[Stage, Result]]:
-    """Each stage with what came of it, now or, unless `again`, before, within `seconds` in all."""
-    end = time.monotonic() + seconds
-    for stage in stages:
-        known = None if again else results.get(stage)
-        if known is not None and known.outcome is Outcome.PASSED:
-            yield stage, known
-            continue
-        left = end - time.monotonic()
-        if left <= 0:
-            yield stage, Result(Outcome.NOT_RUN)
-            continue
-        result = run_stage(stage, left)
-        results.put(stage, result)
-        yield stage, result
-
-
-def run_stage(stage: Stage, seconds: float) -> Result:
-    """Run its command, which is ended after `seconds`, with all processes of its session."""
-    begin = time.monotonic()
-    with TemporaryFile("w+") as output:
-        process = subprocess.Popen(  # noqa: S603
-            stage.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(seconds)
-            timed_out = False
-        except subprocess.TimeoutExpired:
-            timed_out = True
-            end_stage(process)
-        output.seek(0)
-        lines = "\n".join(output.read().splitlines()[-_SHOWN_LINES:])
-    outcome = Outcome.TIMED_OUT if timed_out else _judge(process.returncode, lines)
-    return Result(outcome, time.monotonic() - begin, lines)
-
-
-def end_stage(process: subprocess.Popen[bytes]) -> None:
-    """Let a stage stop its cluster, then kill what is left of its session."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _judge(returncode: int, output: str) -> Outcome:
-    """Of tests that were all skipped, or of which there are none, nothing is proven."""
-    summary = re.search(r"(\d+ \w+, )*\d+ \w+ in [\d.]+s|no tests ran", output)
-    if summary is not None and "passed" not in summary[0] and "failed" not in summary[0]:
-        return Outcome.NOTHING
-    return Outcome.FAILED if returncode else Outcome.PASSED
-
-
-def describe_machine() -> str:
-    """The revision, the GPUs and the versions that results are of."""
-    gpus = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
-    names = ("torch", "triton", "flashinfer-python", "nixl", "vllm", "sglang")
-    versions = [f"{name} {found}" for name in names if (found := _version(name))]
-    revision = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    return f"{revision or 'no revision'}; {', '.join(gpus)}; {', '.join(versions)}"
-
-
-def write_report(
-    path: Path, machine: str, lacks: Sequence[str], found: Sequence[tuple[Stage, Result]]
-) -> None:
-    """A page with a row for each stage, and the end of what each one printed."""
-    lines = ["# On a GPU", "", f"Written by `make gpu`. {machine}.", ""]
-    lines += [f"- Missing: {lack}" for lack in lacks] + [""] * bool(lacks)
-    lines += ["| stage | what it proves | outcome | seconds |", "| --- | --- | --- | ---: |"]
-    lines += [
-        f"| {stage.name} | {stage.proves} | {result.outcome} | {result.seconds:.0f} |"
-        for stage, result in found
-    ]
-    for stage, result in found:
-        if result.output:
-            lines += ["", f"## {stage.name}", "", "```", result.output, "```"]
-    path.write_text("\n".join(lines) + "\n")
 
 
 def _version(name: str) -> str | None:
@@ -284,44 +103,125 @@ def _version(name: str) -> str | None:
         return None
 
 
+def describe_revision() -> str:
+    """Name the revision: as the kit was prepared from it, or as git knows it, or not at all."""
+    prepared = ROOT / ".gpukit" / "revision"
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return prepared.read_text() if prepared.exists() else "no revision"
+
+
+def describe_machine() -> str:
+    """Name the GPUs and the versions that results are of."""
+    gpus = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
+    names = ("torch", "triton", "flashinfer-python", "nixl", "vllm", "sglang")
+    versions = [f"{name} {found}" for name in names if (found := _version(name))]
+    return f"{', '.join(gpus) or 'no GPU'}; {', '.join(versions)}"
+
+
 @click.command(context_settings={"show_default": True})
+@click.argument("names", nargs=-1, type=click.Choice([*SETS, *STAGES]), metavar="SET|STAGE...")
 @click.option("--minutes", type=click.FloatRange(min=0), default=30.0, help="For all stages.")
-@click.option("--again", is_flag=True, help="Run stages, too, that have passed.")
-@click.option("--folder", type=Path, default=Path("build/gpu"), help="Where results are kept.")
-@click.option("--report", type=Path, default=Path("docs/gpu-report.md"), help="The page to write.")
+@click.option("--trial", is_flag=True, help="Try that stages run: tiny ones, on a CPU.")
 @click.option(
-    "--vllm",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path(sys.prefix),
-    show_default="this one",
-    help="The environment with vLLM.",
+    "--out",
+    type=click.Path(path_type=Path),
+    envvar="OUT",
+    default=Path("build/gpu"),
+    help="Gets summary.txt, figures.jsonl and logs.tgz.",
 )
 @click.option(
-    "--sglang",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path(sys.prefix),
-    show_default="this one",
-    help="The environment with SGLang.",
+    "--models",
+    type=click.Path(path_type=Path),
+    default=Path("/dev/shm/kvrelay-models"),  # noqa: S108
+    help="Gets models with random weights, 20 GB of them.",
 )
-def main(minutes: float, again: bool, folder: Path, report: Path, vllm: Path, sglang: Path) -> None:
-    """Run the stages that have not passed yet on this machine's GPU, and write a report."""
-    peers = Peers(vllm, sglang)
-    if lacks := missing():
-        for lack in [*lacks, *missing_for_attention(), *peers.missing()]:
+@click.option("--vllm", type=click.Path(path_type=Path), default=Path(sys.prefix))
+@click.option("--sglang", type=click.Path(path_type=Path), default=Path(sys.prefix))
+@click.option("--terabytes-per-second", default=3.0, help="The ceiling of the GPU's memory.")
+@click.option("--teraflops", default=798.0, help="The ceiling of its products in bfloat16.")
+@click.option("--compile-into", type=click.Path(path_type=Path), hidden=True)
+def main(
+    names: tuple[str, ...],
+    minutes: float,
+    trial: bool,
+    out: Path,
+    models: Path,
+    vllm: Path,
+    sglang: Path,
+    terabytes_per_second: float,
+    teraflops: float,
+    compile_into: Path | None,
+) -> None:
+    """Run stages on this machine's GPU: first (is it right?), speed, more, all, or some by name.
+
+    --vllm and --sglang are environments of other engines, to compare with (peers).
+    """
+    lacks = [] if trial else missing()
+    if lacks:
+        for lack in [*lacks, *missing_for_attention()]:
             click.echo(f"missing: {lack}")
         click.echo("make gpu: nothing was run, for there is no GPU to run it on")
         sys.exit(2)
-    lacks, machine = [*missing_for_attention(), *peers.missing()], describe_machine()
-    comparison = peers.stage(folder, machine)
-    stages = STAGES if comparison is None else (*STAGES, comparison)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = []
-    for stage, result in run_stages(stages, Results(folder, machine), 60 * minutes, again):
-        click.echo(f"{stage.name}: {result.outcome}, {result.seconds:.0f} s")
-        found.append((stage, result))
-        write_report(report, machine, lacks, found)
-    click.echo(f"report: {report}")
-    sys.exit(any(result.outcome is not Outcome.PASSED for _, result in found))
+    for lack in [] if trial else missing_for_attention():
+        click.echo(f"missing: {lack}")
+    places = {
+        "device": "cpu" if trial else "cuda:0",
+        "models": models,
+        "out": out.absolute(),
+        "vllm": vllm,
+        "sglang": sglang,
+        "revision": describe_revision(),
+        "terabytes": terabytes_per_second,
+        "teraflops": teraflops,
+    }
+    interrupt_on_signals()
+    with TemporaryDirectory() as logs:
+        report = Report(out.absolute(), Path(logs))
+        compiling = None if trial else Compiling(compile_into, report.logs)
+        again = run_and_tell(choose(names or ("first",)), places, minutes, report, compiling)
+    click.echo(f"logs: {out / 'logs.tgz'}")
+    if again:
+        click.echo(f"again: {' '.join(again)}")
+    sys.exit(bool(again))
+
+
+def run_and_tell(
+    groups: Groups,
+    places: Mapping[str, object],
+    minutes: float,
+    report: Report,
+    compiling: Compiling | None,
+) -> list[str]:
+    """Run stages, and tell what comes of them; returns the names of those that did not pass.
+
+    Args:
+        groups: the stages.
+        places: what words in braces in their arguments stand for.
+        minutes: the limit on all of them.
+        report: gets what there is to tell.
+        compiling: compiles kernels; None: this is a trial, in which a stage may show nothing.
+    """
+    trial = compiling is None
+    places = {**places, "figures": report.figures, "logs": report.logs}
+    sessions = Sessions()
+    report.say([f"{places['revision']}; {describe_machine()}"])
+
+    def begin(stage: Stage, seconds: float) -> Result:
+        command = stage.command(places, trial=trial)
+        return sessions.run(stage.name, command, seconds, report.logs / f"{stage.name}.log")
+
+    fine = {Outcome.PASS, Outcome.NONE} if trial else {Outcome.PASS}
+    begun, again = time.monotonic(), []
+    with nullcontext() if compiling is None else closing(compiling):
+        for told in run_groups(groups, begin, 60 * minutes, compiling, sessions.end):
+            report.say(told.lines() if isinstance(told, Result) else told)
+            if isinstance(told, Result) and told.outcome not in fine:
+                again.append(told.name)
+    report.say([f"{time.monotonic() - begun:.0f} s in all"])
+    return again
 
 
 if __name__ == "__main__":

@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from checks import docstrings, folders, names
+from checks import docstrings, folders, host_waits, names
 from checks.sources import read_sources
 
-CHECKS = {"docstrings": docstrings.check, "folders": folders.check, "names": names.check}
+CHECKS = {
+    "docstrings": docstrings.check,
+    "folders": folders.check,
+    "host_waits": host_waits.check,
+    "names": names.check,
+}
 
 
 def main() -> int:

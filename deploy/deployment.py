@@ -96,8 +96,7 @@ def worker_configs(options: ServeOptions, model: ModelFolder) -> list[WorkerConf
             draft_model_files=model.draft_files,
             metrics_port=next(ports, 0),
             tls=options.cluster_tls,
-            **values_for(WorkerOptions, options),
-        )
+        ).with_options(values_for(WorkerOptions, options))
         for role, count in options.roles.items()
         for number in range(count)
     ]

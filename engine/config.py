@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, Final
 
 from kvrelay.engine.faults import Fault
 from kvrelay.kv_transfer.verify_pages import VerifyPages
@@ -82,9 +83,10 @@ class WorkerOptions(ObservingOptions):
         Section.MODEL,
     )
     cuda_graphs: CudaGraphs = option(
-        CudaGraphs.OFF,
+        CudaGraphs.AUTO,
         "Which steps a GPU is given as one CUDA graph: decode those in which each request "
-        "generates one token. For --attention flashinfer, and models without experts.",
+        "generates one token, auto the same where they can be captured, or none, with a line in "
+        "the log. For --attention flashinfer, and models without experts.",
         Section.MODEL,
     )
     cuda_graph_sizes: str | None = option(
@@ -112,15 +114,17 @@ class WorkerOptions(ObservingOptions):
         at_least=1,
         shown_default="the model's own limit",
     )
-    kv_memory: int | MemoryShare = option(
-        512 << 20,
+    kv_memory: int | MemoryShare | None = option(
+        None,
         "KV memory of each worker, in bytes or like 512MiB or 2GiB. On a GPU also the share of its "
         "memory that the worker may take with all it needs, like 0.85 or 85%: KV gets what weights "
-        "and the largest step leave, as measured at the start. auto: 90%.",
+        "and the largest step leave, as measured at the start. auto: 90%, divided among workers "
+        "that share a GPU.",
         Section.MEMORY,
         at_least=1,
         unit="bytes",
         or_share=True,
+        shown_default="512MiB; auto on a GPU",
     )
     host_kv_memory: int = option(
         0,
@@ -180,14 +184,19 @@ class WorkerOptions(ObservingOptions):
         at_most=1,
     )
     growth_max: float = option(1.0, "The largest such part.", Section.MEMORY, at_least=0, at_most=1)
-    max_running: int = option(
-        64,
+    max_running: int | None = option(
+        None,
         "The most requests that hold memory on a worker at the same time.",
         Section.REQUESTS,
         at_least=1,
+        shown_default="64; 256 on a GPU",
     )
-    chunk_tokens: int = option(
-        512, "The most prompt tokens that one step computes.", Section.REQUESTS, at_least=1
+    chunk_tokens: int | None = option(
+        None,
+        "The most prompt tokens that one step computes.",
+        Section.REQUESTS,
+        at_least=1,
+        shown_default="512; on a GPU 2048, 4096 from 64 GiB of it a worker on, 8192 from 128 GiB",
     )
     itl_target: float | None = option(
         None,
@@ -331,9 +340,22 @@ class WorkerOptions(ObservingOptions):
     )
 
 
+DEVICE_OPTIONS: Final = ("kv_memory", "max_running", "chunk_tokens")
+"""The options whose defaults depend on the device."""
+
+
 @dataclass(frozen=True)
 class WorkerConfig(WorkerOptions):
     """Everything one worker needs to know. Built once, by `deploy`."""
+
+    kv_memory: int | MemoryShare = field(default=512 << 20, kw_only=True)
+    max_running: int = field(default=64, kw_only=True)
+    chunk_tokens: int = field(default=512, kw_only=True)
+    left_to_device: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """The names of `DEVICE_OPTIONS` that nobody gave. The values here are a CPU's; a GPU has others
+    (`engine/worker/device_memory.py`)."""
+    gpu_part: float = field(default=1.0, kw_only=True)
+    """The part of a GPU that the worker has; the others that share it have the rest."""
 
     name: str
     """Stable over restarts, e.g. ``decode-0``."""
@@ -381,6 +403,16 @@ class WorkerConfig(WorkerOptions):
     def step_bound_seconds(self, tokens: int) -> float:
         """Seconds after which a forward of so many tokens is taken to hang."""
         return self.step_timeout + tokens * self.step_timeout_per_token
+
+    def with_options(self, values: Mapping[str, Any]) -> WorkerConfig:
+        """The same with other values of options, by name.
+
+        One of `DEVICE_OPTIONS` that is None is left to the device.
+        """
+        unset = {name for name in DEVICE_OPTIONS if name in values and values[name] is None}
+        given = {name: value for name, value in values.items() if name not in unset}
+        left = (self.left_to_device | unset) - given.keys()
+        return replace(self, **given, left_to_device=left)
 
     @property
     def lease_seconds(self) -> float:

@@ -82,10 +82,10 @@ class TransferAgent:
     ) -> None:
         self.incarnation = incarnation
         self.model = model
-        self.layouts = tuple(map(_layout, pools))
-        self.host_layouts = tuple(map(_layout, host_pools))
+        self.layouts = tuple(map(PoolLayout.of, pools))
+        self.host_layouts = tuple(map(PoolLayout.of, host_pools))
         self.scratch = make_scratch(pools[0], incarnation)
-        self._scratch_layout = _layout(self.scratch)
+        self._scratch_layout = PoolLayout.of(self.scratch)
         self.slow_calls = WorkInProgress()
         """The call of NIXL that the thread is in, if it is one that may take seconds."""
         self._device = pools[0].data.device
@@ -200,7 +200,7 @@ class TransferAgent:
                 into them ends. No byte ever arrives in them then.
         """
         landing = make_landing(self.scratch)
-        layout = _layout(landing)
+        layout = PoolLayout.of(landing)
 
         def register() -> None:
             if not self._endpoints.register(layout):
@@ -238,7 +238,7 @@ class TransferAgent:
     def _probe(
         self, operation: Operation, pull: Pull, local: KVPool, on_end: Callable[[Pull], None]
     ) -> Pull:
-        layout = _layout(local)
+        layout = PoolLayout.of(local)
         self.call_soon(
             lambda: self._reads.start_probe(
                 pull, self._peers.find(pull.peer), operation, layout, on_end
@@ -349,14 +349,3 @@ class TransferAgent:
 
     def _change_serving(self, change: int) -> None:
         self._num_serving += change
-
-
-def _layout(pool: KVPool) -> PoolLayout:
-    device = pool.data.device
-    return PoolLayout(
-        geometry=pool.geometry,
-        total_pages=pool.total_pages,
-        address=pool.address,
-        device_id=device.index or 0,
-        memory_type="VRAM" if device.type == "cuda" else "DRAM",
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.mem_cache.geometry import Int64Array, KVGeometry
+from kvrelay.mem_cache.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,13 @@ class PoolLayout:
     device_id: int
     memory_type: str
     """The memory type in NIXL's terms: ``DRAM`` or ``VRAM``."""
+
+    @classmethod
+    def of(cls, pool: KVPool) -> PoolLayout:
+        """Describe a pool of this process."""
+        device = pool.data.device
+        memory_type = "VRAM" if device.type == "cuda" else "DRAM"
+        return cls(pool.geometry, pool.total_pages, pool.address, device.index or 0, memory_type)
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,8 @@ from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.linear import LinearFactory, PanelLinear
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
+
+logger = logging.getLogger(__name__)
 
 _WARM_UP_CHUNK = 32
 """The tokens of a warm-up chunk: more than a backend computes one by one."""
@@ -97,19 +100,22 @@ class ModelRunner:
         self._draft = draft
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
         heads = self.config.attention
+        room = self._graph_room(graphs)
         # Before the weights, so that unsupported options are refused at once.
         self._attention = AttentionFactory(
             attention,
-            self.make_geometries(1 if graphs is None else graphs.page_size),
+            self._head_geometries(1 if graphs is None else graphs.page_size),
             self.dtype,
             heads.query_heads,
             self.device,
             batch_invariant,
-            self._graph_room(graphs),
+            room,
             heads.expanded_heads if isinstance(heads, MLAConfig) else None,
             attention_splits,
             self.kernel_threads,
         )
+        if room is None or not self._attention.has_graphs:
+            graphs = None
         self._graph_options = graphs
         self._make_capture = capture
         self._graphs: DecodeGraphs | None = None
@@ -165,6 +171,13 @@ class ModelRunner:
         has only one kind has one pool. A batch's page tables are in the same order, a draft model's
         after its target's.
         """
+        geometries = self._head_geometries(page_size, order)
+        return tuple(map(self._attention.for_pools, geometries))
+
+    def _head_geometries(
+        self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
+    ) -> tuple[KVGeometry, ...]:
+        """The same with heads of the model's own dimensions, whatever kernels need."""
         heads = self.config.attention
         return tuple(
             KVGeometry(
@@ -194,7 +207,7 @@ class ModelRunner:
     def capture_graphs(self) -> None:
         """Capture the CUDA graphs over the bound pools, after `warm_up`. May take a minute."""
         if self._graph_options is not None:
-            self._graphs = self._capture(self._pools, self._backends)
+            self._graphs = self._capture_if_possible(self._pools, self._backends)
 
     def warm_up(self) -> None:
         """Compile and load what a first forward needs. May take seconds.
@@ -269,7 +282,21 @@ class ModelRunner:
             KVPool(geometry, 1 + self.dummy_pages, self.device, self.dummy_pages)
             for geometry in self.make_geometries(options.page_size)
         ]
-        return self._capture(scratch, self._make_backends(scratch))
+        return self._capture_if_possible(scratch, self._make_backends(scratch))
+
+    def _capture_if_possible(
+        self, pools: Sequence[KVPool], backends: Sequence[AttentionBackend]
+    ) -> DecodeGraphs | None:
+        """Capture the graphs; None, once and for all, if that fails and they are not required."""
+        assert self._graph_options is not None
+        try:
+            return self._capture(pools, backends)
+        except RuntimeError as error:
+            if self._graph_options.required:
+                raise
+            _say_no_graphs(str(error))
+            self._graph_options = self._graph_logits = None
+            return None
 
     @property
     def scratch_part(self) -> float:
@@ -367,13 +394,19 @@ class ModelRunner:
         if options is None:
             return None
         if any(layer.moe is not None for layer in self.config.layers):
-            raise UnsupportedOptionError(
-                "--cuda-graphs decode is not for models with experts: the host chooses what runs"
-            )
-        return GraphRoom(options.sizes, self.max_model_len)
+            lack = "not for models with experts: the host chooses what runs"
+            if options.required:
+                raise UnsupportedOptionError(f"--cuda-graphs decode is {lack}")
+            _say_no_graphs(lack)
+            return None
+        return GraphRoom(options.sizes, self.max_model_len, options.required)
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
         return tuple(map(self._attention.make, pools, self._kv_scales))
+
+
+def _say_no_graphs(why: str) -> None:
+    logger.warning("steps of decode are launched kernel by kernel: CUDA graphs: %s", why)
 
 
 def _split(tokens: int, most: int) -> list[int]:

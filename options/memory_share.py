@@ -23,7 +23,7 @@ class MemoryShare:
         Raises ValueError for a share out of range.
         """
         if text.strip() == "auto":
-            return cls(_AUTO)
+            return cls.auto()
         match = _SHARE.fullmatch(text.strip())
         if match is None:
             return None
@@ -32,5 +32,15 @@ class MemoryShare:
             raise ValueError(f"{text!r}: a share is more than 0 and at most 1, or 100%")
         return cls(part)
 
+    @classmethod
+    def auto(cls) -> MemoryShare:
+        """The share of a worker that is told ``auto``."""
+        return cls(_AUTO)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether nobody has chosen the share; workers that share a GPU then divide it."""
+        return self.part == _AUTO
+
     def __str__(self) -> str:
-        return "auto" if self.part == _AUTO else f"{self.part:g}"
+        return "auto" if self.is_auto else f"{self.part:g}"

@@ -25,7 +25,7 @@ from kvrelay.device.device_streams import (
     PinnedStaging,
     Staging,
 )
-from kvrelay.model_runner.sampling.device_sampler import Draws
+from kvrelay.model_runner.sampling.device_sampler import Draws, Scores
 from kvrelay.model_runner.sampling.sampler import (
     Float32Array,
     SamplingRow,
@@ -75,6 +75,7 @@ class LateStream:
         self.queue: deque[Callable[[], object] | LateEvent | Barrier] = deque()
 
     def launch(self, work: Callable[[], object]) -> None:
+        self._device.launches += 1
         self.queue.append(work)
 
     def record(self) -> DeviceEvent:
@@ -128,8 +129,12 @@ class LateStreams:
         self.error: DeviceError | None = None
         self.brought: list[weakref.ref[torch.Tensor]] = []
         """What is on its way to the host."""
+        self.brought_bytes = 0
+        """The bytes of all that was brought to the host."""
         self.entered: set[str] = set()
         """The threads that use it."""
+        self.launches = 0
+        """The pieces of work that it was given."""
         self.waits = 0
         """How often the host has waited for an event that had not passed."""
 
@@ -182,6 +187,7 @@ class SpoiltSet(PinnedSet):
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         self._device.brought.append(weakref.ref(tensor))
+        self._device.brought_bytes += tensor.nbytes
         return super().bring(tensor)
 
 
@@ -222,22 +228,30 @@ def with_counted_tokens(row: SamplingRow, counts: torch.Tensor) -> SamplingRow:
     )
 
 
-def _scores(
-    raw: Float32Array, ids: Sequence[int], counts: Sequence[int | None]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """As `kernels.sampling_triton.score_rows` has them."""
-    wanted = [index for index, count in enumerate(counts) if count is not None]
+def _scores(raw: Float32Array, ids: Sequence[int], counts: Sequence[int | None]) -> Scores | None:
+    wanted = [(row, count) for row, count in enumerate(counts) if count is not None]
     if not wanted:
         return None
-    width = 2 + max(count for count in counts if count is not None)
-    totals = torch.zeros(len(wanted), dtype=torch.float64)
-    tops = torch.zeros(len(wanted), width, dtype=torch.int64)
-    values = torch.zeros(len(wanted), width)
-    for place, index in enumerate(wanted):
-        row, count = raw[index], counts[index] or 0
+    rows = [row for row, _ in wanted]
+    return score(
+        torch.from_numpy(raw), rows, [ids[row] for row in rows], [count for _, count in wanted]
+    )
+
+
+def score(
+    logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
+) -> Scores:
+    """`device_sampler.launch_scores` of such a device."""
+    raw: Float32Array = logits.numpy()
+    width = 2 + max(counts)
+    totals = torch.zeros(len(rows), dtype=torch.float64)
+    tops = torch.zeros(len(rows), width, dtype=torch.int64)
+    values = torch.zeros(len(rows), width)
+    for place, (index, token_id, count) in enumerate(zip(rows, token_ids, counts, strict=True)):
+        row = raw[index]
         likeliest = topk_indices(row, count)[:count] if count else np.empty(0, np.int64)
-        chosen = [int(row.argmax()), ids[index], *likeliest.tolist()]
+        chosen = [int(row.argmax()), token_id, *likeliest.tolist()]
         totals[place] = float(np.exp(row - row.max()).sum(dtype=np.float64))
         tops[place, : len(chosen)] = torch.tensor(chosen)
         values[place, : len(chosen)] = torch.from_numpy(row[chosen])
-    return totals, tops, values
+    return Scores(totals, tops, values, counts)

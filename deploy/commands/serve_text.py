@@ -14,6 +14,7 @@ from kvrelay.deploy.nodes.models import ModelFolder
 from kvrelay.deploy.options.listen_address import DEFAULT_GRPC
 from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.deploy.options.sizes import format_size
+from kvrelay.options.memory_share import MemoryShare
 from kvrelay.router.access.token_file import read_plain_tokens
 
 if TYPE_CHECKING:
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
 def headline(options: ServeOptions) -> str:
     """Return a line with the version and the workers that will run."""
     version = importlib.metadata.version("kvrelay")
-    memory = "what is left"
-    if isinstance(options.kv_memory, int):
-        memory = format_size(options.kv_memory)
+    match options.kv_memory:
+        case None:  # the default depends on the device
+            memory = ""
+        case int(size):
+            memory = f", {format_size(size)} of KV each"
+        case MemoryShare():
+            memory = ", what is left of KV each"
     workers = " + ".join(f"{count} {role}" for role, count in options.roles.items())
-    return f"kvrelay {version}: {workers}, {options.dtype}, {memory} of KV each"
+    return f"kvrelay {version}: {workers}, {options.dtype}{memory}"
 
 
 def ready_lines(deployment: Deployment, model: ModelFolder, options: ServeOptions) -> Iterator[str]:

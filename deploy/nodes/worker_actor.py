@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from kvrelay.deploy.bounded_waits import LONGEST_SECONDS, Pauses, is_done_within
@@ -133,7 +134,9 @@ class WorkerActor:
     def _place(self, **options: Any) -> Any:
         role = self._config.role
         placed = ray.remote(actor_class(role)).options(**options)
-        return placed.remote(self._config, BUILDERS[role], self._log_level)
+        part = min(1.0, options.get("num_gpus") or 1.0)
+        config = replace(self._config, gpu_part=part)
+        return placed.remote(config, BUILDERS[role], self._log_level)
 
 
 def reason_of(error: Exception) -> str:

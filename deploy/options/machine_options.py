@@ -147,7 +147,8 @@ class MachineOptions:
     )
     worker_gpus: float | None = option(
         None,
-        "GPUs that one worker takes of its node in Ray, on --device cuda.",
+        "GPUs that one worker takes of its node in Ray, on --device cuda. One with a part of a GPU "
+        "takes as large a part of --kv-memory auto.",
         Section.MACHINES,
         more_than=0,
         shown_default="1; without --ray-address an equal share of all",

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -91,7 +91,6 @@ class ForwardThread(Generic[RequestT]):
                 if isinstance(item, LaunchedStep):
                     self._tell(self._pipeline.finish(item))
                     continue
-                self._tell(self._pipeline.make_way(item))
                 self._tell(self._pipeline.launch(item))
                 latest = self._pipeline.latest
                 if latest is not None:
@@ -102,7 +101,7 @@ class ForwardThread(Generic[RequestT]):
             if not self._given_up.is_set():
                 self._on_failure(f"{type(error).__name__}: {error}")
 
-    def _tell(self, ends: Sequence[StepEnded[RequestT]]) -> None:
+    def _tell(self, ends: Iterable[StepEnded[RequestT]]) -> None:
         for ended in ends:
             self.work.end()
             if not self._given_up.is_set():

@@ -72,7 +72,8 @@ class GrammarMasks:
     ) -> tuple[Sequence[Sequence[int]], PendingMasks]:
         """Begin to compute the masks of a step's items.
 
-        The items' token states must not change until the masks are there.
+        The items' token states must not change until the masks are there. There are none for items
+        that a step before has broken.
 
         Returns:
             The drafts, cut before the first token that a grammar forbids, and the masks to wait
@@ -81,7 +82,7 @@ class GrammarMasks:
         sampled = [
             i
             for i, item in enumerate(items)
-            if item.sample and item.token_state.params.sampling.structured_output is not None
+            if item.has_grammar and item.token_state.broken is None
         ]
         if not sampled:
             return drafts, NO_MASKS
@@ -105,7 +106,7 @@ class GrammarMasks:
             wanted = state.params.sampling.structured_output
             assert wanted is not None
             state.grammar = GrammarProgress(self._prepare(wanted).result())
-        state.grammar.follow(state.output_ids)
+        state.grammar.follow(state.known_output_ids)
         return state.grammar
 
     def _compute(self, wanted: Sequence[Wanted]) -> Mapping[int, Allowed]:

@@ -10,8 +10,14 @@ A GPU works by itself. There a step is launched while the one before it runs::
     results                                     [N's ids to the host]
 
 Step N+1 takes the tokens that N has sampled on the device, where they lie. A step that cannot be
-launched before the host knows these tokens waits for them (`must_wait`). On a CPU a step has run
-when it is launched.
+launched before the host knows these tokens waits for them (`must_wait`). A grammar is no such
+reason: N+1's forward is launched, and its sampling behind N's tokens and the masks that follow from
+them (`awaits_tokens`)::
+
+    host      launch N     forward N+1      home of N: masks, sample N+1           forward N+2
+    forward             [ N: forward, sampling ][ N+1: forward          , sampling ]
+
+On a CPU a step has run when it is launched.
 """
 
 from __future__ import annotations
@@ -25,10 +31,10 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
-from kvrelay.device.device_streams import ImmediateStreams, StagingSet, Streams
+from kvrelay.device.device_streams import ImmediateStreams, NoStaging, StagingSet, Streams
 from kvrelay.engine.executor.borrowed_threads import BorrowedThreads
 from kvrelay.engine.executor.counted_rows import CountedRows, CountedStep
-from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks
+from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks, PendingMasks
 from kvrelay.engine.executor.step import LaunchedStep, Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.executor.step_batch import (
     AwaitedIds,
@@ -45,10 +51,16 @@ from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.sampling.prompt_scores import score_prompt
+from kvrelay.model_runner.sampling.prompt_scores import (
+    Bring,
+    DeviceScoring,
+    HostScoring,
+    PromptScoring,
+    Score,
+    ScoredChunk,
+)
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.step_sampling import (
-    Bring,
     DeviceSampling,
     Draw,
     HostSampling,
@@ -66,6 +78,7 @@ RequestT = TypeVar("RequestT")
 _NO_SAMPLING: Final = HostSampling(())
 """The sampling of a step that computes nothing."""
 _NO_ROWS: Final[Mapping[int, int]] = {}
+_NO_SCORES: Final[Mapping[int, Sequence[SampledToken]]] = {}
 _NOTHING: Final = StepOutput()
 """The output of an item that is not computed."""
 Samples = Iterator[list[Sampled]]
@@ -117,36 +130,6 @@ class PageCopier:
 
 
 @dataclass(eq=False, slots=True)
-class ChunkScores:
-    """The log-probabilities of the prompt tokens that follow a chunk's tokens."""
-
-    rows: slice
-    """The chunk's rows in the step's logits."""
-    following: Sequence[int]
-    """The token after each row's own."""
-    count: int
-    """How many of the likeliest tokens to report beside each."""
-    logits: torch.Tensor | None = None
-    """The logits of these rows, kept until they are on the host. A device gives memory that nothing
-    refers to to the next forward."""
-    home: torch.Tensor | None = None
-
-    def take(self, logits: torch.Tensor) -> None:
-        """Keep the scored rows of a step's logits."""
-        self.logits = logits[self.rows]
-
-    def send_home(self, bring: Bring) -> None:
-        """Copy the logits to the host; called by work behind `take`."""
-        assert self.logits is not None
-        self.home = bring(self.logits)
-
-    def read(self) -> Sequence[SampledToken]:
-        """Compute the scores, once that work has run."""
-        assert self.home is not None
-        return score_prompt(self.home, self.following, self.count)
-
-
-@dataclass(eq=False, slots=True)
 class LaunchedForward(LaunchedStep[RequestT]):
     """A step of `ModelExecutor`.
 
@@ -165,29 +148,34 @@ class LaunchedForward(LaunchedStep[RequestT]):
     """The same as `StepEnded.widening`."""
     logits: torch.Tensor | None = None
     """The logits, between the forward and the sampling."""
+    rows: LogitRows = field(default_factory=LogitRows)
+    staging: StagingSet = field(default_factory=NoStaging)
+    masks: PendingMasks = NO_MASKS
+    """The masks that are being computed for `allowed`."""
+    masked: list[tuple[int, SamplingRow]] = field(default_factory=list)
+    """The rows of items with a grammar, by the place in `items`; masks are put in last."""
     sampling: StepSampling = _NO_SAMPLING
     counted: CountedStep | None = None
     """The tokens counted on the device; None: the host knows all that penalties depend on."""
-    scores: Sequence[ChunkScores | None] = ()
+    scoring: PromptScoring | None = None
+    """The scoring of prompts' tokens, by the place in `items`; None: no item asks for it."""
     places: list[int] = field(default_factory=list)
     """The place of each item's awaited token in its `token_ids`; -1: it has none."""
 
-    def sample(self, rows: LogitRows) -> None:
+    def sample(self) -> None:
         """Sample from the logits; work on the forward's stream."""
         assert self.logits is not None
-        for scores in self.scores:
-            if scores is not None:
-                scores.take(self.logits)
+        if self.scoring is not None:
+            self.scoring.launch(self.logits)
         if self.counted is not None:
             self.counted.count()
-        self.sampling.launch(rows.select_sampled(self.logits))
+        self.sampling.launch(self.rows.select_sampled(self.logits))
         self.logits = None
 
     def send_home(self, bring: Bring) -> None:
         """Copy the results to the host; work behind `sample`."""
-        for scores in self.scores:
-            if scores is not None:
-                scores.send_home(bring)
+        if self.scoring is not None:
+            self.scoring.send_home(bring)
         self.sampling.send_home(bring)
 
 
@@ -202,6 +190,7 @@ class ModelExecutor:
         streams: of the model's device.
         draw: samples on the device; None: the host samples, and each step waits for its logits.
         counts: that `draw` reads; None: a step with penalties waits for the tokens before it.
+        score: scores prompts on the device; None: the host does, and gets their logits.
     """
 
     def __init__(
@@ -213,6 +202,7 @@ class ModelExecutor:
         streams: Streams | None = None,
         draw: Draw | None = None,
         counts: TokenCounts | None = None,
+        score: Score | None = None,
     ) -> None:
         self._model = model
         self._copy = copy
@@ -221,6 +211,7 @@ class ModelExecutor:
         self._streams = streams or ImmediateStreams()
         self._staging = self._streams.make_staging()
         self._draw = draw
+        self._score = score
         self._counted = None if counts is None else CountedRows(counts)
         self.borrowed_threads: BorrowedThreads | None = None
         """The choice of each step's threads; None: all steps have the same."""
@@ -239,15 +230,23 @@ class ModelExecutor:
         live = [i for i, item in enumerate(step.scheduled) if item.is_live]
         items = [step.scheduled[i] for i in live]
         launched: LaunchedForward[RequestT] = LaunchedForward(step, live=live, items=items)
-        staging = self._staging.begin()
-        rows = self._launch_forward(launched, staging) if live else LogitRows()
-        results = self._streams.results
-        results.wait_for(self._streams.forward.record())
-        results.launch(partial(launched.send_home, staging.bring))
-        launched.home = results.record()
-        staging.use_until(launched.home)
-        _move_on(launched, rows)
+        launched.staging = self._staging.begin()
+        launched.awaits_tokens = any(
+            item.has_grammar and item.token_state.pending is not None for item in items
+        )
+        if live:
+            self._launch_forward(launched)
+        if not launched.awaits_tokens:
+            self._launch_sampling(launched)
+        _move_on(launched)
         return launched
+
+    def sample(self, launched: LaunchedStep[RequestT]) -> None:
+        """See `Executor`."""
+        assert isinstance(launched, LaunchedForward), "another executor has launched it"
+        if self._masks is not None:
+            _, launched.masks = self._masks.begin(launched.items, launched.drafts)
+        self._launch_sampling(launched)
 
     def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
         """See `Executor`."""
@@ -262,8 +261,9 @@ class ModelExecutor:
             # The previous step has ended all of them, as if this one had not been launched.
             return StepEnded(step, outputs)
         samples = iter(launched.sampling.read())
+        scored = _NO_SCORES if launched.scoring is None else launched.scoring.read()
         for place, index in enumerate(launched.live):
-            outputs[index] = _read(launched, place, samples)
+            outputs[index] = _read(launched, place, samples, scored.get(place, ()))
         return StepEnded(
             step,
             outputs,
@@ -283,33 +283,28 @@ class ModelExecutor:
         if pending is None:
             return False
         is_on_device = self._draw is not None and pending.is_sure
-        if sampling.structured_output is not None or item.num_drafts > 0 or not is_on_device:
+        if item.num_drafts > 0 or not is_on_device:
             return True
         is_counted = self._counted is not None and self._counted.has(item.token_state)
         return sampling.reads_output and not is_counted
 
-    def _launch_forward(
-        self, launched: LaunchedForward[RequestT], staging: StagingSet
-    ) -> LogitRows:
-        """Launch the forward of its items, and their sampling.
+    def _launch_forward(self, launched: LaunchedForward[RequestT]) -> None:
+        """Launch the forward of its items, and prepare their sampling.
 
         The order matters. Drafts come before masks, which check them. Masks are computed beside the
-        forward and awaited behind it. Sampling comes last: it reads masks and counts.
+        forward, unless they depend on tokens that are not known yet.
         """
-        items, forward = launched.items, self._streams.forward
+        items, forward, staging = launched.items, self._streams.forward, launched.staging
         tables = launched.step.page_tables
         if len(items) < len(launched.step.scheduled):
             tables = [table[launched.live] for table in tables]
-        drafts, masks = self._propose(items, tables), NO_MASKS
-        if self._masks is not None:
-            drafts, masks = self._masks.begin(items, drafts)
+        drafts = self._propose(items, tables)
+        if self._masks is not None and not launched.awaits_tokens:
+            drafts, launched.masks = self._masks.begin(items, drafts)
         launched.drafts = drafts
-        batch, rows = make_batch(items, drafts, tables)
+        batch, launched.rows = make_batch(items, drafts, tables)
         launched.num_tokens, launched.work = len(batch.input_ids), count_work(items, batch)
-        launched.scores = [
-            None if own.start == own.stop else _chunk_scores(item, own)
-            for item, own in zip(items, rows.scored, strict=True)
-        ]
+        launched.scoring = self._make_scoring(items, launched.rows)
         awaited = None
         if not self._streams.is_immediate:
             awaited = find_awaited(items, batch.query_start, staging)
@@ -319,14 +314,36 @@ class ModelExecutor:
             forward.launch(partial(self._forward, launched, batch, awaited))
             self._follow(items, tables)
         launched.widening = 1.0 if threads is None else threads.widening
-        launched.allowed = masks.wait()
         if self._counted is not None:
             launched.counted = self._counted.begin(items, drafts, staging)
         drafted = _drafted_sequences(launched)
         draw = self._draw
         launched.sampling = DeviceSampling(draw, drafted) if draw else HostSampling(drafted)
-        forward.launch(partial(launched.sample, rows))
-        return rows
+
+    def _launch_sampling(self, launched: LaunchedForward[RequestT]) -> None:
+        """Launch the sampling behind the forward, and the copies of the results to the host."""
+        launched.allowed = launched.masks.wait()
+        for place, row in launched.masked:
+            allowed = launched.allowed.get(place)
+            row.allowed = None if isinstance(allowed, GrammarError) else allowed
+        if launched.live:
+            self._streams.forward.launch(launched.sample)
+        results = self._streams.results
+        results.wait_for(self._streams.forward.record())
+        results.launch(partial(launched.send_home, launched.staging.bring))
+        launched.home = results.record()
+        launched.staging.use_until(launched.home)
+
+    def _make_scoring(self, items: Items, rows: LogitRows) -> PromptScoring | None:
+        """The scoring of the items' chunks whose clients ask for it; None: there are none."""
+        chunks = {
+            place: _scored_chunk(item, own)
+            for place, (item, own) in enumerate(zip(items, rows.scored, strict=True))
+            if own.start < own.stop
+        }
+        if not chunks:
+            return None
+        return DeviceScoring(self._score, chunks) if self._score else HostScoring(chunks)
 
     def _forward(
         self, launched: LaunchedForward[RequestT], batch: ForwardBatch, awaited: AwaitedIds | None
@@ -370,32 +387,31 @@ class ModelExecutor:
             logger.exception("the drafter could not follow a prompt")
 
 
-def _chunk_scores(item: Scheduled[object], rows: slice) -> ChunkScores:
+def _scored_chunk(item: Scheduled[object], rows: slice) -> ScoredChunk:
     """Select the prompt tokens of an item's chunk that are to be scored."""
     state, count = item.token_state, rows.stop - rows.start
     num_top = state.params.prompt_logprobs
     assert num_top is not None
-    following = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
-    return ChunkScores(rows, following, num_top)
+    next_ids = state.token_ids[state.kv_len + 1 : state.kv_len + 1 + count]
+    return ScoredChunk(rows, next_ids, num_top)
 
 
 def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSequence]:
     """Build the sequences to sample: one for each choice of each sampled item."""
-    allowed, counted = launched.allowed, launched.counted
-    row_of = _NO_ROWS if counted is None else counted.row_of
-    return [
-        DraftedSequence(
-            _sampling_row(item.token_state, choice, allowed.get(index), row_of.get(index)), draft
-        )
-        for index, (item, draft) in enumerate(zip(launched.items, launched.drafts, strict=True))
-        if item.sample
-        for choice in item.token_state.choices
-    ]
+    row_of = _NO_ROWS if launched.counted is None else launched.counted.row_of
+    drafted = []
+    for index, (item, draft) in enumerate(zip(launched.items, launched.drafts, strict=True)):
+        for choice in item.token_state.choices if item.sample else ():
+            row = _sampling_row(item.token_state, choice, row_of.get(index))
+            drafted.append(DraftedSequence(row, draft))
+            if item.has_grammar:
+                launched.masked.append((index, row))
+    return drafted
 
 
-def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
+def _move_on(launched: LaunchedForward[RequestT]) -> None:
     """Advance the items' token states by what the step will surely write and sample."""
-    is_home = launched.home.passed()
+    is_home = not launched.awaits_tokens and launched.home.passed()
     for index, item in enumerate(launched.items):
         state, is_sure = item.token_state, not launched.drafts[index]
         state.kv_len += item.num_tokens
@@ -405,15 +421,20 @@ def _move_on(launched: LaunchedForward[RequestT], rows: LogitRows) -> None:
                 place = len(state.token_ids)
                 state.token_ids.append(UNKNOWN)
             if not is_home:
-                row = rows.first_sampled[index]
+                row = launched.rows.first_sampled[index]
                 state.pending = PendingToken(launched.sampling, row, is_sure)
         launched.places.append(place)
 
 
-def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> StepOutput:
+def _read(
+    launched: LaunchedForward[RequestT],
+    index: int,
+    samples: Samples,
+    scores: Sequence[SampledToken],
+) -> StepOutput:
     """Read the result of an item, and add its tokens to its token state."""
     item = launched.items[index]
-    state, scores = item.token_state, launched.scores[index]
+    state = item.token_state
     sampled: list[Sampled | GrammarError] = []
     for _ in state.choices if item.sample else ():
         sampled += next(samples)
@@ -428,8 +449,7 @@ def _read(launched: LaunchedForward[RequestT], index: int, samples: Samples) -> 
         errors = [token for token in sampled if not isinstance(token, SampledToken)]
         state.broken = errors[0]
     _add_tokens(state, tokens, launched.places[index])
-    prompt_logprobs = () if scores is None else scores.read()
-    return StepOutput(tokens, state.broken, len(launched.drafts[index]), prompt_logprobs)
+    return StepOutput(tokens, state.broken, len(launched.drafts[index]), scores)
 
 
 def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -> None:
@@ -442,9 +462,7 @@ def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -
         state.token_ids += [token.token_id for token in tokens]
 
 
-def _sampling_row(
-    state: TokenState, choice: int, allowed: Allowed | None = None, counted_row: int | None = None
-) -> SamplingRow:
+def _sampling_row(state: TokenState, choice: int, counted_row: int | None = None) -> SamplingRow:
     """Build the sampling parameters of the token that follows a state, for one choice."""
     position, sampling, stops = len(state.token_ids), state.params.sampling, state.params.stops
     least = stops.min_tokens
@@ -457,6 +475,5 @@ def _sampling_row(
         banned_ids=tuple(stops.stop_token_ids) if least else (),
         banned_for=max(0, least - (position - state.prompt_len)) if least else 0,
         choice=choice,
-        allowed=None if isinstance(allowed, GrammarError) else allowed,
         counted_row=counted_row,
     )

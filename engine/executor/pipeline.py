@@ -1,7 +1,8 @@
 """Steps in flight: launched in order, ended in order.
 
 While one step runs the next one is launched. The host waits for the previous step only if the next
-one cannot be launched without its tokens. It waits for no other event.
+one needs its tokens: for all of its launch, or for its sampling alone, which is launched when its
+forward may run already. The host waits for no other event.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvrelay.device.device_streams import STEPS_IN_FLIGHT
@@ -60,23 +61,15 @@ class StepPipeline(Generic[RequestT]):
         """The step that was launched last, if it has not ended."""
         return self._in_flight[-1].launched if self._in_flight else None
 
-    def make_way(self, step: Step[RequestT]) -> list[StepEnded[RequestT]]:
-        """End the steps whose tokens `step` needs for its launch. Blocks until they have run.
+    def launch(self, step: Step[RequestT]) -> Iterator[StepEnded[RequestT]]:
+        """Launch a step, piece by piece as the ends are read; read all of them.
 
-        `launch` does that, too, but takes a while before it returns the ends.
+        Yields:
+            The ends of the steps whose tokens it needs, each as it comes; reading on blocks until
+            they have run. Then its own if it has ended already.
         """
-        ends = []
         while self._in_flight and self._must_wait(step):
-            ends.append(self._end_oldest())
-        return ends
-
-    def launch(self, step: Step[RequestT]) -> list[StepEnded[RequestT]]:
-        """Launch a step.
-
-        Returns:
-            The ends of the steps that had to end first, and its own if it has ended already.
-        """
-        ends = self.make_way(step)
+            yield self._end_oldest()
         begun, copied = time.monotonic(), False
         live = [item for item in step.scheduled if item.is_live]
         try:
@@ -85,14 +78,19 @@ class StepPipeline(Generic[RequestT]):
             copied = True
             launched = self._executor.launch(step)
         except Exception as error:  # whatever it was, the engine must hear of it
-            beside = bool(self._in_flight) or self._is_broken
-            ends += self.finish_all(beside=True)
-            why = self._settled(error)
-            return [*ends, self._fail(step, live, begun, why, copied=copied, beside=beside)]
+            yield from self._fail_launch(step, live, begun, error, copied=copied)
+            return
+        while launched.awaits_tokens and self._in_flight:
+            yield self._end_oldest(beside=True)
+        try:
+            if launched.awaits_tokens:
+                self._executor.sample(launched)
+        except Exception as error:
+            yield from self._fail_launch(step, live, begun, error)
+            return
         self._in_flight.append(_InFlight(launched, live, begun))
         while self._in_flight and launched.home.passed():
-            ends.append(self._end_oldest())
-        return ends
+            yield self._end_oldest()
 
     def finish(self, launched: LaunchedStep[RequestT]) -> list[StepEnded[RequestT]]:
         """End steps up to `launched`, unless it has ended already. Blocks until they have run."""
@@ -137,6 +135,21 @@ class StepPipeline(Generic[RequestT]):
             logger.exception("what was launched before a failure cannot end")
             return worse
         return error
+
+    def _fail_launch(
+        self,
+        step: Step[RequestT],
+        live: Sequence[Scheduled[RequestT]],
+        begun: float,
+        error: Exception,
+        *,
+        copied: bool = True,
+    ) -> list[StepEnded[RequestT]]:
+        """End the steps in flight, and one that could not be launched whole as failed."""
+        beside = bool(self._in_flight) or self._is_broken
+        ends = self.finish_all(beside=True)
+        why = self._settled(error)
+        return [*ends, self._fail(step, live, begun, why, copied=copied, beside=beside)]
 
     def _fail(
         self,

@@ -43,6 +43,11 @@ class Scheduled(Generic[RequestT_co]):
         state = self.token_state
         return state.broken is None and not (self.sample and state.room == 0)
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether it is sampled by a grammar."""
+        return self.sample and self.token_state.params.sampling.structured_output is not None
+
 
 class StepOutput(NamedTuple):
     """The result of one `Scheduled`."""
@@ -118,6 +123,8 @@ class LaunchedStep(Generic[RequestT]):
     home: DeviceEvent = PASSED
     """The event behind all its work, from its page copies to the transfer of results to the
     host."""
+    awaits_tokens: bool = False
+    """Whether `Executor.sample` must follow, once the tokens of the step before are known."""
 
 
 class Executor(Protocol):
@@ -134,12 +141,19 @@ class Executor(Protocol):
         """Launch a step: its forward and its sampling. Raises whatever they raise.
 
         On a GPU one other step may be launched and not yet ended, unless `must_wait` says
-        otherwise.
+        otherwise. If the result `awaits_tokens`, its sampling is not launched yet.
         """
         ...
 
+    def sample(self, launched: LaunchedStep[RequestT]) -> None:
+        """Launch the sampling of a step that `awaits_tokens`; the step before it has ended."""
+        ...
+
     def must_wait(self, step: Step[RequestT]) -> bool:
-        """Whether `step` can be launched only once the previous step's tokens are known."""
+        """Whether `step` can be launched only once the previous step's tokens are known.
+
+        Its forward, that is: what only its sampling needs is in `LaunchedStep.awaits_tokens`.
+        """
         ...
 
     def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
@@ -172,6 +186,10 @@ class PassingExecutor:
     def launch(self, step: Step[RequestT]) -> LaunchedStep[RequestT]:
         """See `Executor`."""
         return self._executor.launch(step)
+
+    def sample(self, launched: LaunchedStep[RequestT]) -> None:
+        """See `Executor`."""
+        self._executor.sample(launched)
 
     def must_wait(self, step: Step[RequestT]) -> bool:
         """See `Executor`."""

@@ -91,6 +91,12 @@ class TokenState:
         return self.token_ids[self.prompt_len :]
 
     @property
+    def known_output_ids(self) -> list[int]:
+        """The same without the token that only the device knows."""
+        has_place = self.pending is not None and self.pending.is_sure
+        return self.token_ids[self.prompt_len : len(self.token_ids) - has_place]
+
+    @property
     def room(self) -> int:
         """How many more tokens may be sampled; below 1 if a step was launched for one too many."""
         return len(self.prompt_ids) + self.params.stops.max_tokens - len(self.token_ids)

@@ -16,7 +16,7 @@ from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
-from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
+from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, GpuTurns, MemoryUse
 from kvrelay.engine.worker.memory import check_tiers, divide_memory, make_host_pools, pin_host_pools
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
 from kvrelay.kv_transfer.scratch_pages import probe_bytes
@@ -30,6 +30,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler, sampler
 from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.model_runner.torch_options import parse_device, wait_for_device
+from kvrelay.options.memory_share import MemoryShare
 from kvrelay.text.grammar import Grammars, model_vocabulary
 from kvrelay.wire.model_digest import ModelDigest
 from kvrelay.wire.worker_info import WorkerRole
@@ -75,6 +76,19 @@ def load_model(
         CheckpointError: a model cannot be served.
         ValueError: an option does not fit; the message begins with its name.
     """
+    device = parse_device(config.device)
+    if device.type == "cpu" or config.gpu_part == 1:
+        return _load(config, tokenizer_sha256, on_read)
+    gpu = torch.cuda.get_device_properties(device).uuid
+    with GpuTurns(str(gpu)).turn():
+        free, total = CudaMemory(device).free_and_total()
+        return _load(config, tokenizer_sha256, on_read, total - free)
+
+
+def _load(
+    config: WorkerConfig, tokenizer_sha256: str, on_read: Callable[[int], None], others: int = 0
+) -> LoadedModel:
+    """Load as `load_model`; `others` have taken so many bytes of the device before."""
     use_device(parse_device(config.device))
     runner = ModelRunner(
         config.model_path,
@@ -96,7 +110,7 @@ def load_model(
     memory = CudaMemory(runner.device) if runner.device.type == "cuda" else None
     # Before what is left for KV is measured.
     counts = make_counts(config, runner)
-    sized = replace(config, kv_memory=find_kv_memory(config, runner, draft, memory))
+    sized = replace(config, kv_memory=find_kv_memory(config, runner, draft, memory, others))
     reserved = runner.dummy_pages
     totals = divide_memory(sized, geometries, reserved)
     with outside_expandable_segments():
@@ -123,7 +137,9 @@ def load_model(
     masks = GrammarMasks(grammars.prepare, vocab_size)
     streams = make_streams(runner.device)
     draw = None if counts is None else partial(device_sampler.launch, counts=counts.entries)
-    executor = ModelExecutor(runner, PageCopier(pools), drafter, masks, streams, draw, counts)
+    score = None if counts is None else device_sampler.launch_scores
+    copy = PageCopier(pools)
+    executor = ModelExecutor(runner, copy, drafter, masks, streams, draw, counts, score)
     limit = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
     digest = ModelDigest(
         config=runner.config_digest,
@@ -161,8 +177,12 @@ def find_kv_memory(
     runner: ModelRunner,
     draft: DraftModel | None,
     memory: DeviceMemory | None,
+    others: int = 0,
 ) -> int:
     """Compute the bytes of KV: those of the option, or what is left of the device's `memory`.
+
+    Workers that share the device divide ``auto`` as they divide the device. `others` have taken so
+    many bytes of it before this worker took any.
 
     Raises:
         ValueError: nothing is left, or the device is a CPU; the message begins with the option.
@@ -173,9 +193,12 @@ def find_kv_memory(
         raise ValueError(
             f"kv_memory: {config.kv_memory} is a share of a GPU's memory; for a CPU tell bytes"
         )
-    use = MemoryUse.measure(memory, partial(_run_largest_step, config, runner, draft))
+    share = config.kv_memory
+    if share.is_auto:
+        share = MemoryShare(share.part * config.gpu_part)
+    use = MemoryUse.measure(memory, partial(_run_largest_step, config, runner, draft), others)
     scratch = max(model.scratch_part for model in (runner, draft) if model is not None)
-    left = use.left_for_kv(config.kv_memory, scratch, _transfer_bytes(config, runner))
+    left = use.left_for_kv(share, scratch, _transfer_bytes(config, runner))
     logger.info("%d MiB of KV are left: %s", left >> 20, use)
     return left
 
@@ -200,11 +223,14 @@ def _run_largest_step(
     if draft is not None:
         draft.run_largest(config.chunk_tokens, config.max_running, longest)
     rows = config.max_running * (1 + config.drafts_for(True))
-    # The logits of a step that scores a prompt stay until they are read, while the next one runs.
+    samples_there = device_sampler.samples_on(runner.device)
+    # Where the host scores prompts a step's logits stay until they are there, while the next runs.
     in_flight: deque[torch.Tensor] = deque(maxlen=STEPS_IN_FLIGHT)
     for context in runner.largest_contexts(longest):
+        if samples_there:
+            in_flight.clear()
         in_flight.append(runner.run_largest(config.chunk_tokens, rows, context))
-    if device_sampler.samples_on(runner.device):
+    if samples_there:
         device_sampler.run_largest(in_flight[-1][:rows])
     wait_for_device(runner.device)
     return graphs
@@ -219,9 +245,13 @@ def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
 
 def graph_options(config: WorkerConfig) -> GraphOptions | None:
     """Find the CUDA graphs to capture; None: none. Raises ValueError, as `load_model`."""
-    if config.cuda_graphs is CudaGraphs.OFF:
-        return None
-    return GraphOptions(_graph_sizes(config), config.page_size)
+    sizes = _graph_sizes(config)
+    match config.cuda_graphs:
+        case CudaGraphs.AUTO if parse_device(config.device).type == "cuda":
+            return GraphOptions(sizes, config.page_size, required=False)
+        case CudaGraphs.DECODE:
+            return GraphOptions(sizes, config.page_size)
+    return None
 
 
 def _graph_sizes(config: WorkerConfig) -> GraphSizes:

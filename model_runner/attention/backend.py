@@ -27,6 +27,7 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
     expands,
     flashinfer_lacks,
     import_flashinfer,
+    pad_heads,
 )
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
@@ -74,7 +75,8 @@ class AttentionFactory:
 
     Args:
         choice: the backend that the user asks for.
-        geometries: those of all pools that the model will have; page sizes matter to graphs alone.
+        geometries: those of the model's heads, for all of its pools; page sizes matter to graphs
+            alone.
         dtype: the dtype that the model computes in.
         heads: the model's query heads.
         device: the pools' device.
@@ -119,12 +121,20 @@ class AttentionFactory:
         self.choice = choice
         """The backend that computes; never `AUTO`."""
         if graph_room is not None and choice is not AttentionChoice.FLASHINFER:
-            raise UnsupportedOptionError(
-                f"--cuda-graphs decode needs --attention flashinfer, not {choice}"
-            )
+            lack = f"needs --attention flashinfer, not {choice}"
+            if graph_room.required:
+                raise UnsupportedOptionError(f"--cuda-graphs decode {lack}")
+            logger.warning("steps of decode are launched kernel by kernel: CUDA graphs %s", lack)
+            graph_room = None
+        self.has_graphs = graph_room is not None
+        """Whether there is room for CUDA graphs."""
         if splits is AttentionSplits.NONE:
             self._check_undivided(geometries)
         self._flashinfer = self._load_flashinfer(geometries, device, graph_room, splits)
+
+    def for_pools(self, geometry: KVGeometry) -> KVGeometry:
+        """The geometry that a pool needs for heads of `geometry`: some kernels have them padded."""
+        return pad_heads(geometry) if self.choice is AttentionChoice.FLASHINFER else geometry
 
     @property
     def flashinfer_package(self) -> Any | None:
@@ -132,7 +142,7 @@ class AttentionFactory:
         return None if self._flashinfer is None else self._flashinfer.package
 
     def make(self, pool: KVPool, scales: Sequence[KVScale] = ()) -> AttentionBackend:
-        """The backend of `pool`, which has one of the geometries.
+        """The backend of `pool`, which has one of the geometries as they are `for_pools`.
 
         If the pool is in FP8, `scales` has the scale of each of its layers.
         """
@@ -200,7 +210,7 @@ class AttentionFactory:
             if lack := flashinfer_lacks(geometry, self._dtype, self._heads, device):
                 raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
         flashinfer = FlashInfer(device, splits)
-        for geometry in geometries:
+        for geometry in map(pad_heads, geometries):
             flashinfer.wrappers(geometry, self._heads)
             if self._expands:
                 flashinfer.ragged_wrappers()

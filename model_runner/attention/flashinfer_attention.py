@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch.nn import functional
 
 from kvrelay.device.device_streams import STEPS_IN_FLIGHT
 from kvrelay.mem_cache.geometry import KVGeometry
@@ -27,7 +29,11 @@ from kvrelay.model_runner.attention.flashinfer_append import (
     appends,
 )
 from kvrelay.model_runner.attention.flashinfer_buffers import GraphBuffers
-from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks, offer_own_ninja
+from kvrelay.model_runner.attention.flashinfer_compiler import (
+    compiler_lacks,
+    link_lazily,
+    offer_own_ninja,
+)
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
@@ -42,9 +48,11 @@ WRAPPER_BYTES: Final = 8 << 20
 """The device bytes that each wrapper allocates for its plan; it pins as many on the host."""
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
-"""The head dimensions that both generations of prefill kernels have."""
+"""The head dimensions that both generations of prefill kernels have, ascending."""
 LATENT_MULTIPLE, ROTARY_MULTIPLE = 128, 64
 """The dimensions of a latent, and of its rotary key, are multiples of these."""
+MOST_LATENT_HEADS: Final = 128
+"""The query heads over latents of the largest tile of queries, in which kernels are causal."""
 FP8_LATENTS = ((512, 64),)
 """The dimensions of latents and of their rotary keys that are read in FP8."""
 FP8_LATENT_DTYPES = (torch.bfloat16,)
@@ -87,6 +95,8 @@ class PlannedRows(NamedTuple):
 
     wrapper: Wrapper
     rows: slice
+    num_heads: int
+    """The query heads that are planned: the model's first, then empty ones."""
 
 
 def flashinfer_lacks(
@@ -104,10 +114,33 @@ def flashinfer_lacks(
             return f"latents of {heads.value_dim} and {rotary} dimensions"
         if geometry.window is not None or heads.softcap is not None:
             return "windows or soft caps over latents"
+        if heads.num_heads > MOST_LATENT_HEADS:
+            return f"{heads.num_heads} query heads over latents"
         return _fp8_latents_lack(geometry, dtype, heads, device)
-    if geometry.head_dim not in HEAD_DIMS:
+    if _padded_dim(geometry.head_dim) is None:
         return f"heads of {geometry.head_dim} dimensions"
     return None
+
+
+def pad_heads(geometry: KVGeometry) -> KVGeometry:
+    """The geometry of the pools of such heads: of more dimensions, zeros, if kernels need them."""
+    dim = geometry.head_dim if geometry.latent else _padded_dim(geometry.head_dim)
+    assert dim is not None
+    return replace(geometry, head_dim=dim)
+
+
+def _padded_dim(head_dim: int) -> int | None:
+    """The fewest dimensions, `head_dim` at least, that there are kernels for; None: too many."""
+    return next((dim for dim in HEAD_DIMS if dim >= head_dim), None)
+
+
+def fitting_heads(num_heads: int) -> int:
+    """The fewest query heads over latents, `num_heads` at least, that fill tiles of 64 or 128.
+
+    Where a tile ends within a token, FlashInfer's causal kernels (0.7.2) may leave out the last key
+    that it sees. FlashInfer refuses to plan them then.
+    """
+    return 1 << (num_heads - 1).bit_length()
 
 
 def _fp8_latents_lack(
@@ -150,6 +183,7 @@ def import_flashinfer(device: torch.device) -> Any:
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise UnsupportedOptionError("--attention flashinfer needs a GPU of sm_80 or later")
     offer_own_ninja()
+    link_lazily()
     try:
         package = importlib.import_module("flashinfer")
     # RuntimeError: packages of compiled kernels that are of another version.
@@ -326,6 +360,7 @@ class FlashInferAttention:
         """The dtype of queries and of results."""
         if lack := flashinfer_lacks(pool.geometry, self.dtype, heads, pool.data.device):
             raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
+        assert pool.geometry == pad_heads(pool.geometry)
         if pool.layer(0).stride(0) >= MAX_PAGE_STRIDE:
             raise UnsupportedOptionError(
                 f"--attention flashinfer: pages of {pool.geometry.page_size} tokens are too large; "
@@ -433,6 +468,16 @@ class FlashInferAttention:
             **self._options(),
         )
 
+    def planned_heads(self, plan: PagedPlan) -> int:
+        """The query heads that kernels are planned for: those of the model first, then empty ones.
+
+        A tile of queries over latents must not end within a token, unless it has one sequence's
+        only token.
+        """
+        if self.pool.geometry.latent and not plan.is_decode:
+            return fitting_heads(self.heads.num_heads)
+        return self.heads.num_heads
+
     def attend(
         self, parts: Sequence[PlannedRows], new_tokens: NewTokens, layer: int, rows: torch.Tensor
     ) -> torch.Tensor:
@@ -441,23 +486,28 @@ class FlashInferAttention:
         The parts are of all rows, in their order. Latents have one part.
         """
         num_heads, fp8 = self.heads.num_heads, self.fp8
+        if missing := self.pool.geometry.head_dim - rows.shape[2]:
+            rows = functional.pad(rows, (0, missing))
         pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
         new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
         if self.pool.geometry.latent:
-            [(wrapper, _)] = parts
+            [(wrapper, _, planned_heads)] = parts
             latents = pages[:, 0, 0]  # one part, one head: [pages, page_size, head_dim]
             scales = {}
             if fp8 is not None:  # of the latent and of its rotary key: they are one vector here
                 scales = dict.fromkeys(("ckv_scale", "kpe_scale"), fp8.scales[layer].key)
-            return wrapper.run(query=queries, kv_cache=latents, **scales).flatten(1)
+            if planned_heads > num_heads:
+                queries = functional.pad(queries, (0, 0, 0, planned_heads - num_heads))
+            sums = wrapper.run(query=queries, kv_cache=latents, **scales)
+            return sums[:, :num_heads].flatten(1)
         scales = {}
         if fp8 is not None:
             scales = {"k_scale": fp8.scales[layer].key, "v_scale": fp8.scales[layer].value}
         # Without `out` the prefill kernels' results would be zeroed before they are written.
         results, both = queries.new_empty(queries.shape), (pages[:, 0], pages[:, 1])
-        for wrapper, own in parts:
+        for wrapper, own, _ in parts:
             wrapper.run(queries[own], both, out=results[own], **scales)
-        return results.flatten(1)
+        return results[..., : self.heads.value_dim].flatten(1)
 
     def _pages(self, plan: PagedPlan, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         to_host = self.flashinfer.to_host
@@ -482,7 +532,7 @@ class FlashInferAttention:
         starts = (to_host(plan.query_indptr), to_host(plan.kv_indptr))
         wrapper.plan(
             metadata=self.flashinfer.csr_metadata(*starts, page_ids, to_host(plan.kv_lens)),
-            num_heads=heads.num_heads,
+            num_heads=self.planned_heads(plan),
             head_dim_ckv=heads.value_dim,
             head_dim_kpe=geometry.head_dim - heads.value_dim,
             page_size=geometry.page_size,
@@ -519,13 +569,13 @@ class FlashInferStepAttention:
         count, decodes = len(plan.last_page_len), plan.num_decodes
         if plan.is_decode or backend.pool.geometry.latent:
             backend.plan_decode(wrappers[-1], plan, page_ids)
-            return [PlannedRows(wrappers[-1], slice(None))]
-        parts = []
+            return [PlannedRows(wrappers[-1], slice(None), backend.planned_heads(plan))]
+        parts, num_heads = [], backend.heads.num_heads
         if decodes:
             backend.plan_decode(wrappers[-1], *_part_of(plan, page_ids, 0, decodes))
-            parts.append(PlannedRows(wrappers[-1], slice(decodes)))
+            parts.append(PlannedRows(wrappers[-1], slice(decodes), num_heads))
         backend.plan_prefill(wrappers[0], *_part_of(plan, page_ids, decodes, count))
-        return [*parts, PlannedRows(wrappers[0], slice(decodes, None))]
+        return [*parts, PlannedRows(wrappers[0], slice(decodes, None), num_heads)]
 
 
 def _part_of(

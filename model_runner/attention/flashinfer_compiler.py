@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 COMPILED_PACKAGE: Final = "flashinfer_jit_cache"
 """Kernels for all usual models, compiled by FlashInfer's makers; not on PyPI."""
+LAZILY: Final = "-Wl,-z,lazy"
+"""The linker's option against ``-z now``."""
 _DEFAULT_HOME: Final = "/usr/local/cuda"
+_LINK_OPTIONS: Final = "FLASHINFER_EXTRA_LDFLAGS"
 
 
 def compiler_lacks(variables: Mapping[str, str] = os.environ) -> str | None:
@@ -44,6 +47,17 @@ def offer_own_ninja() -> None:
     if shutil.which("ninja") is None and shutil.which("ninja", path=_own_programs()):
         path = os.environ.get("PATH", os.defpath)
         os.environ["PATH"] = f"{path}{os.pathsep}{_own_programs()}"
+
+
+def link_lazily(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Let FlashInfer link its modules so that names are resolved when they are first called.
+
+    Modules of fa2 (0.7.2) name kernels that they do not have, and that nothing calls. Where a
+    compiler links with ``-z now``, as Ubuntu's does, such a module could not be loaded.
+    """
+    given = variables.get(_LINK_OPTIONS, "")
+    if LAZILY not in given.split():
+        variables[_LINK_OPTIONS] = f"{LAZILY} {given}".rstrip()  # the user's are last, and win
 
 
 def _nvcc(variables: Mapping[str, str], path: str) -> str:

@@ -14,6 +14,8 @@ _MOST: Final = 512
 class CudaGraphs(StrEnum):
     """The values of ``--cuda-graphs``."""
 
+    AUTO = "auto"
+    """Graphs as of `DECODE` on a GPU where they can be captured, else none."""
     OFF = "off"
     """Every kernel is launched by itself."""
     DECODE = "decode"
@@ -73,6 +75,8 @@ class GraphOptions:
     sizes: GraphSizes
     page_size: int
     """Tokens a page of the pools that there will be."""
+    required: bool = True
+    """Whether a model is refused that can have no graphs; else it runs without, and says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +86,5 @@ class GraphRoom:
     sizes: GraphSizes
     max_tokens: int
     """The most tokens of a sequence."""
+    required: bool = True
+    """See `GraphOptions`."""

@@ -53,7 +53,7 @@ class GraphStep:
         self._arrays = self.buffers.block.arrays(size).pools[pool]
         self._pages = self.buffers.pages[pool]
         wrapper = backend.flashinfer.graph_wrapper(pool, size)
-        self._parts = [PlannedRows(wrapper, slice(None))]
+        self._parts = [PlannedRows(wrapper, slice(None), backend.heads.num_heads)]
         self._new_tokens = backend.static_tokens(self._arrays.new_pages, self._arrays.new_slots)
         self._is_captured = False
         """Whether a plan was made by which the graph is captured."""

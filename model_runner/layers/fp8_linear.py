@@ -55,7 +55,11 @@ def _device_lacks(blocks: bool, device: torch.device) -> str | None:
 
 
 class RowScaledLinear:
-    """A `Linear` with a scale an output; an input row has its own, or the checkpoint's."""
+    """A `Linear` with a scale an output; an input row has its own, or the checkpoint's.
+
+    Sums stay in tensor cores, as in vLLM's and SGLang's products: an H100's keep some 14 bits of
+    them. Inputs in FP8 have 4. Kernels that add to float32 every few products are slower.
+    """
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
         assert not weight.blocks
@@ -77,6 +81,7 @@ class RowScaledLinear:
             ScalingType.RowWise,
             bias=self._bias,
             output_dtype=x.dtype,
+            use_fast_accum=True,
         )
         return product
 

@@ -31,6 +31,37 @@ def samples_on(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The parts of some rows' log-probabilities on the device; `read` waits for them."""
+
+    totals: torch.Tensor
+    """``[N]`` float64: the sum of ``exp(logit - largest)``."""
+    ids: torch.Tensor
+    """``[N, 2 + most]`` int64: the likeliest token, the chosen one, and the reported likeliest."""
+    logits: torch.Tensor
+    """The same of their logits, float32."""
+    counts: Sequence[int]
+    """The number of likeliest tokens that each row reports."""
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Scores:
+        """A copy elsewhere, as in `Draws.moved`."""
+        totals, ids, logits = map(move, (self.totals, self.ids, self.logits))
+        return replace(self, totals=totals, ids=ids, logits=logits)
+
+    def read(self) -> list[SampledToken]:
+        """Return each row's chosen token; where a row is not finite its numbers are NaN."""
+        totals, tops, values = (one.cpu().numpy() for one in (self.totals, self.ids, self.logits))
+        log_totals = values[:, 0].astype(np.float64) + np.log(totals)
+        logprobs = (values.astype(np.float64) - log_totals[:, None]).tolist()
+        return [
+            SampledToken(
+                ids[1], own[1], tuple(map(TokenLogprob, ids[2 : 2 + count], own[2 : 2 + count]))
+            )
+            for ids, own, count in zip(tops.tolist(), logprobs, self.counts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class Draws:
     """Sampled tokens on the device; `read` waits for them."""
 
@@ -40,21 +71,18 @@ class Draws:
     """``[S]`` float32: the largest of each row's edited logits."""
     counts: Sequence[int | None]
     """The number of likeliest tokens that each row asks for; None: no log-probabilities."""
-    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """The totals, tokens and logits of `score_rows`, for the rows whose count is not None."""
+    scores: Scores | None
+    """The scores of the rows whose count is not None; None: there are no such rows."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Draws:
         """A copy elsewhere: `move` copies each tensor there, or begins to."""
-        scores = None
-        if self.scores is not None:
-            totals, tops, values = map(move, self.scores)
-            scores = totals, tops, values
+        scores = None if self.scores is None else self.scores.moved(move)
         return replace(self, ids=move(self.ids), largest=move(self.largest), scores=scores)
 
     def read(self) -> list[Sampled]:
         """Return each row's token, or the error that says why it has none."""
         ids, largest = self.ids.cpu().tolist(), self.largest.cpu().tolist()
-        scored = iter(_read_scores(self.scores, self.counts))
+        scored = iter(() if self.scores is None else self.scores.read())
         outcomes: list[Sampled] = []
         for token_id, most, count in zip(ids, largest, self.counts, strict=True):
             token = SampledToken(token_id, None, ()) if count is None else next(scored)
@@ -81,16 +109,37 @@ def launch(
     kernels, device = _kernels(), logits.device
     floats = pin_to_device(_floats(rows), device)
     edited = _edit(logits, rows, floats, counts)
-    masks, mask_of = _stack_masks(rows, logits.shape[1])
+    masks, mask_of = _stack_masks(rows, logits)
     count = len(rows)
     has_filters = any(_is_filtered(row) for row in rows)
     weights = logits.new_empty(logits.shape if has_filters else (0, logits.shape[1]))
     ids = torch.empty(count, dtype=torch.int64, device=device)
     largest = torch.empty(count, dtype=torch.float32, device=device)
     ints = pin_to_device(_ints(rows, mask_of), device)
-    kernels.sample_rows(edited, pin_to_device(masks, device), ints, floats, weights, ids, largest)
+    kernels.sample_rows(edited, masks, ints, floats, weights, ids, largest)
     asked = [row.params.logprobs if logprobs else None for row in rows]
     return Draws(ids, largest, asked, _score(logits, ids, asked))
+
+
+def launch_scores(
+    logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]
+) -> Scores:
+    """Score one token by each of some rows of ``logits [S, V]`` float32, on their device.
+
+    Args:
+        logits: the logits, which are not changed.
+        rows: the rows, at least one.
+        token_ids: the token that each row scores.
+        counts: the number of likeliest tokens that each row reports beside it.
+    """
+    chosen = np.zeros(len(logits), np.int64)
+    chosen[list(rows)] = token_ids
+    pairs = _within(list(zip(rows, counts, strict=True)), logits)
+    numbers = pin_to_device(np.concatenate((pairs.ravel(), chosen)), logits.device)
+    pairs_end = pairs.size
+    return _launch_scores(
+        logits, numbers[:pairs_end].view(pairs.shape), numbers[pairs_end:], counts
+    )
 
 
 def sample_on_device(
@@ -163,11 +212,11 @@ def _ints(rows: Sequence[SamplingRow], mask_of: Sequence[int]) -> npt.NDArray[np
 
 
 def _stack_masks(
-    rows: Sequence[SamplingRow], vocab: int
-) -> tuple[npt.NDArray[np.int32], list[int]]:
+    rows: Sequence[SamplingRow], logits: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
     """The masks ``[M, words]`` of the rows with a grammar, and each row's index there or -1.
 
-    There is at least one mask: kernels are compiled for its stride.
+    Without any there is one that nobody reads, as kernels are compiled for its stride.
     """
     masks: list[npt.NDArray[np.int32]] = []
     places: list[int] = []
@@ -176,8 +225,9 @@ def _stack_masks(
         if row.allowed is not None:
             masks.append(row.allowed[0])
     if not masks:
-        masks.append(np.full(-(-vocab // 32), -1, np.int32))
-    return np.ascontiguousarray(np.stack(masks), np.int32), places
+        return logits.new_empty((1, -(-logits.shape[1] // 32)), dtype=torch.int32), places
+    stacked = np.ascontiguousarray(np.stack(masks), np.int32)
+    return pin_to_device(stacked, logits.device), places
 
 
 def _edit(
@@ -236,37 +286,26 @@ def _edits_of(row: SamplingRow) -> list[tuple[int, float, int, int, int]]:
     ]
 
 
-def _score(
-    logits: torch.Tensor, ids: torch.Tensor, counts: Sequence[int | None]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The totals, tokens and logits for the log-probabilities that rows ask for."""
-    vocab = logits.shape[1]
-    wanted = [(row, min(count, vocab)) for row, count in enumerate(counts) if count is not None]
+def _score(logits: torch.Tensor, ids: torch.Tensor, counts: Sequence[int | None]) -> Scores | None:
+    """The scores of the drawn tokens for the rows that ask for them."""
+    wanted = [(row, count) for row, count in enumerate(counts) if count is not None]
     if not wanted:
         return None
-    device, width = logits.device, 2 + max(count for _, count in wanted)
-    totals = torch.empty(len(wanted), dtype=torch.float64, device=device)
-    tops = torch.zeros(len(wanted), width, dtype=torch.int64, device=device)
-    values = torch.zeros(len(wanted), width, dtype=torch.float32, device=device)
-    rows = pin_to_device(np.array(wanted, np.int64), device)
+    rows = pin_to_device(_within(wanted, logits), logits.device)
+    return _launch_scores(logits, rows, ids, [count for _, count in wanted])
+
+
+def _within(wanted: Sequence[tuple[int, int]], logits: torch.Tensor) -> npt.NDArray[np.int64]:
+    """``[N, 2]``: rows, and how many likeliest tokens each reports of those that there are."""
+    return np.minimum(np.array(wanted, np.int64), (len(logits), logits.shape[1]))
+
+
+def _launch_scores(
+    logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, counts: Sequence[int]
+) -> Scores:
+    device, width = logits.device, 2 + min(max(counts), logits.shape[1])
+    totals = torch.empty(len(rows), dtype=torch.float64, device=device)
+    tops = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
+    values = torch.zeros(len(rows), width, dtype=torch.float32, device=device)
     _kernels().score_rows(logits, rows, ids, totals, tops, values)
-    return totals, tops, values
-
-
-def _read_scores(
-    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, counts: Sequence[int | None]
-) -> list[SampledToken]:
-    """The tokens of the rows that ask for log-probabilities."""
-    if scores is None:
-        return []
-    totals, tops, values = (one.cpu().numpy() for one in scores)
-    log_totals = values[:, 0].astype(np.float64) + np.log(totals)
-    logprobs = (values.astype(np.float64) - log_totals[:, None]).tolist()
-    return [
-        SampledToken(
-            ids[1], own[1], tuple(map(TokenLogprob, ids[2 : 2 + count], own[2 : 2 + count]))
-        )
-        for ids, own, count in zip(
-            tops.tolist(), logprobs, (c for c in counts if c is not None), strict=True
-        )
-    ]
+    return Scores(totals, tops, values, counts)

@@ -2,19 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrelay.model_runner.sampling.device_sampler import Scores
 from kvrelay.model_runner.sampling.sampler import Float32Array, IdArray, topk_indices
 from kvrelay.wire.output import SampledToken, TokenLogprob
 
 Float64Array = npt.NDArray[np.float64]
+Score: TypeAlias = Callable[[torch.Tensor, Sequence[int], Sequence[int], Sequence[int]], Scores]
+"""A function that scores tokens on the logits' device, such as `device_sampler.launch_scores`."""
+Bring: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A function that begins to copy a device's tensor to the host, and returns the host's tensor."""
 
 _BLOCK = 4
 """The rows that are normalized at once: they fit into a cache between the passes over them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """A chunk of a prompt, of whose tokens' followers the log-probabilities are wanted."""
+
+    rows: slice
+    """The chunk's rows in the step's logits."""
+    next_ids: Sequence[int]
+    """The token after each row's own."""
+    count: int
+    """The number of likeliest tokens to report beside each."""
+
+
+class PromptScoring(Protocol):
+    """The scoring of a step's chunks, each by its own key."""
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """Score by the step's logits. Called by work on the forward's stream."""
+        ...
+
+    def send_home(self, bring: Bring) -> None:
+        """Copy what `read` needs to the host. Called by work behind `launch`."""
+        ...
+
+    def read(self) -> Mapping[int, Sequence[SampledToken]]:
+        """Return each chunk's scores, once that work has run."""
+        ...
+
+
+class HostScoring:
+    """Scoring on the host, to which the chunks' logits are copied."""
+
+    def __init__(self, chunks: Mapping[int, ScoredChunk]) -> None:
+        self._chunks = chunks
+        # Kept until they are on the host. A device gives memory that nothing refers to to the next
+        # forward.
+        self._logits: list[torch.Tensor] = []
+        self._home: list[torch.Tensor] = []
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """See `PromptScoring`."""
+        self._logits = [logits[chunk.rows] for chunk in self._chunks.values()]
+
+    def send_home(self, bring: Bring) -> None:
+        """See `PromptScoring`."""
+        self._home = list(map(bring, self._logits))
+
+    def read(self) -> Mapping[int, Sequence[SampledToken]]:
+        """See `PromptScoring`."""
+        return {
+            key: score_prompt(logits, chunk.next_ids, chunk.count)
+            for (key, chunk), logits in zip(self._chunks.items(), self._home, strict=True)
+        }
+
+
+class DeviceScoring:
+    """Scoring on the device; the scores leave it, and no logits.
+
+    Args:
+        score: scores tokens.
+        chunks: the chunks.
+    """
+
+    def __init__(self, score: Score, chunks: Mapping[int, ScoredChunk]) -> None:
+        self._score = score
+        self._chunks = chunks
+        self._scores: Scores | None = None
+        self._home: Scores | None = None
+
+    def launch(self, logits: torch.Tensor) -> None:
+        """See `PromptScoring`."""
+        rows: list[int] = []
+        next_ids: list[int] = []
+        counts: list[int] = []
+        for chunk in self._chunks.values():
+            rows += range(chunk.rows.start, chunk.rows.stop)
+            next_ids += chunk.next_ids
+            counts += [chunk.count] * len(chunk.next_ids)
+        self._scores = self._score(logits, rows, next_ids, counts)
+
+    def send_home(self, bring: Bring) -> None:
+        """See `PromptScoring`."""
+        assert self._scores is not None, "nothing was scored"
+        self._home = self._scores.moved(bring)
+
+    def read(self) -> Mapping[int, Sequence[SampledToken]]:
+        """See `PromptScoring`."""
+        assert self._home is not None, "nothing is on its way"
+        scored = iter(self._home.read())
+        return {key: [next(scored) for _ in chunk.next_ids] for key, chunk in self._chunks.items()}
 
 
 def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], count: int) -> list[SampledToken]:

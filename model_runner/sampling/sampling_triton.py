@@ -18,6 +18,10 @@ import triton.language as tl
 
 BLOCK: Final = 2048
 """The tokens that a program looks at together; a multiple of `gumbel.WORDS_MULTIPLE`."""
+ROW_BLOCK: Final = 8192
+"""The same of a program that has a whole row, and goes over it many times: few programs run."""
+ROW_WARPS: Final = 16
+"""The warps of such a program: as many as have registers for all that it keeps, 128 a thread."""
 ENTRIES: Final = 256
 """The edits of a program."""
 
@@ -109,7 +113,8 @@ def sample_rows(
             weights,
             ids,
             largest,
-            block=BLOCK,
+            block=ROW_BLOCK,
+            num_warps=ROW_WARPS,
             enable_fp_fusion=False,
         )
 
@@ -130,7 +135,8 @@ def score_rows(
         ids: ``[S]`` int64, the chosen tokens.
         totals: ``[N]`` float64, written: the sum of ``exp(logit - largest)``.
         tops: ``[N, 2 + most]`` int64, written: the likeliest token of all, the chosen
-            one, and the wanted ones, the likeliest first, equals by id.
+            one, and the wanted ones, the likeliest first, equals by id. Where a row has too many
+            NaNs the last token of the vocabulary takes their places.
         values: the same of their logits, float32.
     """
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
@@ -144,7 +150,8 @@ def score_rows(
             tops,
             values,
             tops.stride(0),
-            block=BLOCK,
+            block=ROW_BLOCK,
+            num_warps=ROW_WARPS,
         )
 
 
@@ -482,7 +489,7 @@ def _score_rows(
             after = (x < value) | ((x == value) & (ids > token))
             ids = tl.where(after & (ids < vocab), ids, 0x7FFFFFFF)
             best, best_id = _better(best, best_id, tl.where(after, x, -float("inf")), ids)
-        value, token = best, best_id
+        value, token = best, tl.minimum(best_id, vocab - 1)
         if place == 0:
             most = best
             tl.store(tops, token.to(tl.int64))

@@ -8,13 +8,12 @@ from typing import Protocol, TypeAlias
 import torch
 
 from kvrelay.model_runner.sampling.device_sampler import Draws
+from kvrelay.model_runner.sampling.prompt_scores import Bring
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, cut_at_other, rows_of, verify
 
 Draw: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingRow]], Draws]
 """A function that samples each row of logits on its device, such as `device_sampler.launch`."""
-Bring: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A function that begins to copy a device's tensor to the host, and returns the host's tensor."""
 
 
 class StepSampling(Protocol):
@@ -73,7 +72,6 @@ class DeviceSampling:
     def __init__(self, draw: Draw, drafted: Sequence[DraftedSequence]) -> None:
         self._draw = draw
         self._drafted = drafted
-        self._rows = rows_of(drafted)
         # Kept until the copies have arrived: unreferenced memory would be reused.
         self._draws: Draws | None = None
         self._home: Draws | None = None
@@ -86,8 +84,8 @@ class DeviceSampling:
 
     def launch(self, logits: torch.Tensor) -> None:
         """See `StepSampling`."""
-        if self._rows:
-            self._draws = self._draw(logits, self._rows)
+        if self._drafted:
+            self._draws = self._draw(logits, rows_of(self._drafted))
 
     def send_home(self, bring: Bring) -> None:
         """See `StepSampling`."""
@@ -96,7 +94,7 @@ class DeviceSampling:
 
     def read(self) -> list[list[Sampled]]:
         """See `StepSampling`."""
-        if not self._rows:
+        if not self._drafted:
             return []
         assert self._home is not None, "nothing is on its way"
         return cut_at_other(self._home.read(), self._drafted)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from checks import docstrings, folders, names
+from checks import docstrings, folders, host_waits, names
+from checks.__main__ import CHECKS
 from checks.sources import Source, read_sources
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ def use(*modules: str) -> str:
 def test_the_house_keeps_to_its_rules():
     sources = read_sources(ROOT)
     assert len(sources) > 400, "the rooms were not found"
-    for check in docstrings.check, folders.check, names.check:
+    for check in CHECKS.values():
         assert list(check(sources)) == []
 
 
@@ -95,3 +96,30 @@ def test_roles_and_the_ground_may_have_files_of_one_name():
         list(names.check([*roles, Source("net/errors.py", ""), Source("wire/errors.py", "")])) == []
     )
     assert list(names.check([*roles, Source("engine/scheduler.py", text)])) != []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("x.tolist()", "x.max().item()", "x.cpu()", "x.nonzero()", "torch.nonzero(x)"),
+        *("torch.unique(x)", "torch.where(x > 0)"),
+    ],
+)
+@pytest.mark.parametrize("folder", host_waits.FOLDERS)
+def test_a_forward_that_waits_for_the_device_is_found(folder: str, call: str):
+    source = Source(f"{folder}/one.py", f"def f():\n    return {call}\n")
+    (line,) = host_waits.check([source])
+    assert line.startswith(f"{folder}/one.py:2:")
+    assert list(host_waits.check([Source("model_runner/sampling/one.py", source.text)])) == []
+
+
+@pytest.mark.parametrize("call", ["torch.where(x > 0, x, 0)", "np.nonzero(x)"])
+def test_what_the_device_or_the_host_does_by_itself_passes(call: str):
+    assert list(host_waits.check([Source("model_runner/layers/one.py", f"{call}\n")])) == []
+
+
+def test_a_file_that_waits_no_more_is_no_exception():
+    path = min(host_waits.EXCEPTIONS)
+    (line,) = host_waits.check([Source(path, "x = 1\n")])
+    assert line.startswith(path)
+    assert list(host_waits.check([Source(path, "x.item()\n")])) == []

@@ -245,5 +245,5 @@ def test_help_shows_every_option_and_its_default():
     text = " ".join(serve("--help").output.split())
     for field in ServeOptions.__dataclass_fields__:
         assert f"--{field.replace('_', '-')} " in text
-    for default in ("smollm2-135m-instruct", "512MiB", "bfloat16", "127.0.0.1:50051"):
+    for default in ("smollm2-135m-instruct", "(512MiB; auto on a GPU)", "127.0.0.1:50051"):
         assert f"[default: {default}]" in text

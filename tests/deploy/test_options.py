@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from kvrelay.deploy.commands.option_table import markdown
+from kvrelay.deploy.commands.serve_text import headline
+from kvrelay.deploy.controller.changes.role_configs import WorkerConfigs
+from kvrelay.deploy.controller.records.ordered_changes import Revision
 from kvrelay.deploy.deployment import worker_configs
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.nodes.models import ModelFolder
@@ -18,6 +21,7 @@ from kvrelay.deploy.router_config import router_config
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.worker.worker_lease import Renewal, WorkerLease
 from kvrelay.net.tls import TlsFiles
+from kvrelay.options.memory_share import MemoryShare
 from kvrelay.router.config import PlacementMode
 from kvrelay.wire.worker_info import WorkerRole
 
@@ -176,7 +180,24 @@ def test_a_silent_peer_is_given_up_as_a_silent_worker_is():
 def test_workers_defaults_are_the_engines():
     default = WorkerConfig("decode-0", WorkerRole.DECODE, Path(), "none")
     [_, config] = worker_configs(ServeOptions(metrics=ANY_PORT), ModelFolder("none", Path()))
-    assert replace(config, threads=1) == default
+    assert config.left_to_device == {"kv_memory", "max_running", "chunk_tokens"}
+    assert replace(config, threads=1, left_to_device=frozenset()) == default
+
+
+def test_what_a_user_gives_is_not_left_to_the_device():
+    options = ServeOptions(metrics=ANY_PORT, kv_memory=512 << 20, max_running=64)
+    [_, config] = worker_configs(options, ModelFolder("none", Path()))
+    assert config.left_to_device == {"chunk_tokens"}
+    assert (config.kv_memory, config.max_running) == (512 << 20, 64)
+    rolled = WorkerConfigs([config]).of("", config.role, Revision(2, {"chunk_tokens": "7"}))
+    assert rolled.left_to_device == set()
+    assert rolled.chunk_tokens == 7
+
+
+def test_the_first_line_tells_the_memory_that_was_given():
+    assert headline(ServeOptions()).endswith(", bfloat16")
+    assert headline(ServeOptions(kv_memory=1 << 30)).endswith(", 1GiB of KV each")
+    assert headline(ServeOptions(kv_memory=MemoryShare(0.5))).endswith(", what is left of KV each")
 
 
 @pytest.mark.parametrize("option", ["grpc", "metrics"])
@@ -309,6 +330,6 @@ def test_the_cores_are_shared_out_but_every_worker_has_a_thread(monkeypatch: pyt
 def test_the_docs_table_has_a_row_for_every_option():
     rows = [line for line in markdown().splitlines() if line.startswith("| `--")]
     assert len(rows) == len(dataclasses.fields(ServeOptions))
-    assert "| `--kv-memory` | size, share, `auto` | `512MiB` |" in "\n".join(rows)
+    assert "| `--kv-memory` | size, share, `auto` | 512MiB; auto on a GPU |" in "\n".join(rows)
     assert "| `--host-kv-memory` | size | `0` |" in "\n".join(rows)
     assert "| `--threads` | integer, at least 1 | an equal share of the cores |" in "\n".join(rows)

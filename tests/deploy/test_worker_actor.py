@@ -10,11 +10,14 @@ import pytest
 
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.worker_actor import WorkerActor
+from kvrelay.engine.config import WorkerConfig
 from tests.deploy.test_placement import CONFIG
 
 
 class Handle:
     """Of an actor, which ends when the one that its maker got is gone; others do not count."""
+
+    config: WorkerConfig
 
 
 class Names:
@@ -44,17 +47,19 @@ class _Placed:
         name: str = "",
         get_if_exists: bool = False,
         lifetime: str = "",
+        num_gpus: float = 0.0,
     ) -> None:
         if get_if_exists and not name:
             raise ValueError("The actor name must be specified to use `get_if_exists`.")
         self._actors, self._name, self._get_if_exists = actors, name, get_if_exists
 
-    def remote(self, *args: Any) -> Handle:
+    def remote(self, config: WorkerConfig, *_: Any) -> Handle:
         if self._name in self._actors:
             if self._get_if_exists:
                 return Handle()
             raise ray.exceptions.ActorAlreadyExistsError(f"The name {self._name} is taken")
         actor = Handle()
+        actor.config = config
         if self._name:
             self._actors[self._name] = actor
         return actor
@@ -102,3 +107,11 @@ def test_an_actor_without_a_name_is_made_anew(names: Names):
     first = actor._handle
     actor.place_again()
     assert actor._handle is not first
+
+
+@pytest.mark.parametrize(("gpus", "part"), [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (0.25, 0.25)])
+def test_a_worker_has_the_part_of_a_gpu_that_ray_gives_it(names: Names, gpus: float, part: float):
+    actor = WorkerActor(CONFIG, {"num_gpus": gpus}, logging.WARNING)
+    assert actor._handle.config.gpu_part == part
+    actor.place_again()
+    assert actor._handle.config.gpu_part == part, "wherever it starts again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.config import Speculation, WorkerConfig
-from kvrelay.engine.worker.device_memory import MemoryUse
+from kvrelay.engine.config import DEVICE_OPTIONS, Speculation, WorkerConfig
+from kvrelay.engine.worker.device_memory import (
+    GpuTurns,
+    MemoryUse,
+    on_a_gpu,
+    on_its_device,
+)
 from kvrelay.engine.worker.loading import find_kv_memory, load_model
 from kvrelay.kv_transfer.scratch_pages import PROBED_AT_ONCE, make_landing, make_scratch
 from kvrelay.mem_cache.pool import KVPool
@@ -174,6 +180,75 @@ def test_the_share_is_measured_with_the_largest_step(
     assert shapes == [(24 + rows, runner.config.vocab_size)] * 2
     # Two steps are in flight, and graphs are there.
     assert left == int(0.9 * GIB) - 2 * shapes[0].numel() * 4 - (5 << 20)
+
+
+@pytest.mark.parametrize("share", [AUTO, MemoryShare(0.4)])
+def test_workers_that_share_a_gpu_measure_one_after_the_other(
+    share: MemoryShare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gets its part, also in place of one that died, whatever the others have."""
+    runner = ModelRunner(make_checkpoint(tmp_path / "llama"), "float32", "cpu")
+    monkeypatch.setattr(runner, "run_largest", lambda *_: torch.zeros(1))
+    gpu = Gpu(total=80 * GIB, others=0)
+    config = replace(config_of(tmp_path, kv_memory=share), gpu_part=0.5)
+    expected = int((0.45 if share is AUTO else 0.4) * 80 * GIB) - 16 * GIB
+
+    def start() -> int:
+        free, total = gpu.free_and_total()
+        gpu.allocate(16 * GIB)  # weights
+        kv = find_kv_memory(config, runner, None, gpu, total - free)
+        gpu.allocate(kv)
+        return kv
+
+    assert [start(), start()] == [expected] * 2
+    gpu.free(16 * GIB + expected)
+    gpu.release_unused()
+    assert start() == expected
+
+
+def test_a_part_of_a_gpu_that_others_have_taken_is_not_promised() -> None:
+    use = MemoryUse(total=80 * GIB, taken=16 * GIB, step=GIB, others=50 * GIB)
+    assert use.left_for_kv(MemoryShare(0.45)) == 13 * GIB
+    full = replace(use, others=64 * GIB)
+    with pytest.raises(ValueError, match=r"^kv_memory: .*; others have 64\.00 GiB$"):
+        full.left_for_kv(MemoryShare(0.45))
+
+
+def test_a_turn_at_a_gpu_ends_before_the_next_one_begins(tmp_path: Path) -> None:
+    turns, began = [GpuTurns("GPU-1", tmp_path) for _ in range(2)], threading.Event()
+
+    def take_turn() -> None:
+        with turns[1].turn():
+            began.set()
+
+    other = threading.Thread(target=take_turn)
+    with turns[0].turn():
+        other.start()
+        assert not began.wait(0.05)
+        with GpuTurns("GPU-2", tmp_path).turn():
+            pass  # another GPU's workers do not wait
+    other.join(10)
+    assert began.is_set()
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "part", "tokens"),
+    [(16, 1.0, 2048), (79, 1.0, 4096), (79, 0.5, 2048), (140, 1.0, 8192), (140, 0.5, 4096)],
+)
+def test_what_nobody_gave_fits_the_gpu(gibibytes: int, part: float, tokens: int) -> None:
+    left = replace(config_of(Path()), gpu_part=part, left_to_device=frozenset(DEVICE_OPTIONS))
+    found = on_a_gpu(left, gibibytes * GIB)
+    assert (found.kv_memory, found.max_running, found.chunk_tokens) == (AUTO, 256, tokens)
+    assert found.left_to_device == set()
+    given = replace(left, left_to_device=frozenset({"max_running"}))
+    assert on_a_gpu(given, gibibytes * GIB).chunk_tokens == given.chunk_tokens
+
+
+def test_a_cpu_s_defaults_stay() -> None:
+    config = WorkerConfig("a0", WorkerRole.AGGREGATED, Path(), "tiny")
+    on_cpu = on_its_device(replace(config, left_to_device=frozenset(DEVICE_OPTIONS)))
+    assert on_cpu == config
+    assert (config.kv_memory, config.max_running, config.chunk_tokens) == (512 << 20, 64, 512)
 
 
 def test_a_share_of_a_cpus_memory_is_refused(tmp_path: Path) -> None:

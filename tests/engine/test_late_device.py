@@ -181,6 +181,7 @@ class Flight:
         counted_rows: int = 3,
         sampling: SamplingParams = GREEDY,
         max_tokens: int = 20,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self.device = LateStreams(random.Random(seed))
         self.model = CountingModel([PoolShape("full", 64)], 4, None, self.device, counted_rows)
@@ -191,7 +192,7 @@ class Flight:
                 input_len=len(prompt),
                 prompt_ids=tuple(prompt),
                 choices=(0,),
-                params=GenerationParams(sampling, StopConditions(max_tokens)),
+                params=GenerationParams(sampling, StopConditions(max_tokens), 1, prompt_logprobs),
             )
             for prompt in prompts
         ]
@@ -219,9 +220,9 @@ def test_a_step_is_launched_without_the_tokens_of_the_one_before(
     """And the host waits for no event but that of the step before."""
     flight = Flight(seed, *PROMPTS, sampling=sampling)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
-    assert not pipeline.launch(flight.step(0, 1, tokens=3))
+    assert not list(pipeline.launch(flight.step(0, 1, tokens=3)))
     for _ in range(10):
-        assert not pipeline.launch(flight.step(0, 1))
+        assert not list(pipeline.launch(flight.step(0, 1)))
         first = known(pipeline.oldest)
         assert not flight.device.waits, "the host waited while it launched"
         [ended] = pipeline.finish(first)
@@ -232,24 +233,51 @@ def test_a_step_is_launched_without_the_tokens_of_the_one_before(
         assert state.output_ids == reference(prompt, 11, sampling=sampling)
 
 
-@pytest.mark.parametrize("sampling", [GRAMMAR, PENALTIES], ids=["a grammar", "too few rows"])
-def test_what_only_the_host_counts_waits_for_the_latest_token(sampling: SamplingParams) -> None:
-    flight = Flight(1, *PROMPTS, counted_rows=1, sampling=sampling)
+def test_what_only_the_host_counts_waits_for_the_latest_token() -> None:
+    """There are too few rows."""
+    flight = Flight(1, *PROMPTS, counted_rows=1, sampling=PENALTIES)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
-    assert not pipeline.launch(flight.step(0, 1, tokens=3))
+    assert not list(pipeline.launch(flight.step(0, 1, tokens=3)))
     for _ in range(6):
         [ended] = pipeline.launch(flight.step(0, 1))
         assert len(ended.outputs) == 2
     pipeline.finish_all()
     for state, prompt in zip(flight.states, PROMPTS, strict=True):
-        assert state.output_ids == reference(prompt, 7, sampling=sampling)
+        assert state.output_ids == reference(prompt, 7, sampling=PENALTIES)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_forward_does_not_wait_for_the_tokens_that_a_grammar_reads(seed: int) -> None:
+    """While the host waits for a step, the forward of the next one may run already."""
+    flight = Flight(seed, *PROMPTS, sampling=GRAMMAR)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    assert not list(pipeline.launch(flight.step(0, 1, tokens=3)))
+    for _ in range(6):
+        launching, launched = pipeline.launch(flight.step(0, 1)), flight.device.launches
+        assert len(next(launching).outputs) == 2
+        assert flight.device.launches == launched + 1, "the device had nothing to do"
+        assert not list(launching)
+    pipeline.finish_all()
+    for state, prompt in zip(flight.states, PROMPTS, strict=True):
+        assert state.output_ids == reference(prompt, 7, sampling=GRAMMAR)
+
+
+def test_scores_of_a_prompt_come_to_the_host_without_its_logits() -> None:
+    """Each token brings a sum and, for itself and the largest, an id and a logit: 32 bytes."""
+    flight = Flight(4, *PROMPTS, prompt_logprobs=0)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    list(pipeline.launch(flight.step(0, 1, tokens=3)))
+    [ended] = pipeline.finish_all()
+    assert [len(output.prompt_logprobs) for output in ended.outputs] == [2, 2]
+    ids_and_largest = 2 * (8 + 4)
+    assert flight.device.brought_bytes == ids_and_largest + 4 * (8 + 2 * (8 + 4))
 
 
 def test_a_third_step_waits_for_the_first() -> None:
     flight = Flight(2, *PROMPTS)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     steps = [flight.step(0, tokens=3), flight.step(0), flight.step(0)]
-    assert [len(pipeline.launch(step)) for step in steps] == [0, 0, 1]
+    assert [len(list(pipeline.launch(step))) for step in steps] == [0, 0, 1]
     assert [ended.step for ended in pipeline.finish_all()] == steps[1:]
 
 
@@ -263,7 +291,7 @@ def test_a_step_that_fails_ends_when_what_it_has_launched_has_run(
     """And behind the one before it, whose tokens are right."""
     flight = Flight(seed, *PROMPTS)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
-    pipeline.launch(flight.step(0, 1, tokens=3))
+    list(pipeline.launch(flight.step(0, 1, tokens=3)))
 
     def fail(*_: object) -> None:
         raise RuntimeError("injected")
@@ -281,23 +309,44 @@ def test_a_step_that_fails_ends_when_what_it_has_launched_has_run(
     assert not flight.step(0).scheduled[0].is_live
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sampling_that_cannot_be_launched_fails_its_step_and_no_other(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward is launched by then, and has run when the step ends."""
+    flight = Flight(seed, *PROMPTS, sampling=GRAMMAR)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    assert not list(pipeline.launch(flight.step(0, 1, tokens=3)))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(flight.executor, "_launch_sampling", fail)
+    first, second = pipeline.launch(flight.step(0))
+    assert [output.error for output in first.outputs] == [None, None]
+    assert known(second.error).alone
+    assert not flight.device.can_run, "a part of it still runs"
+    assert pipeline.oldest is None
+    assert [item.is_live for item in flight.step(0, 1).scheduled] == [False, True]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_fails_on_the_device_breaks_it(seed: int) -> None:
     flight = Flight(seed, *PROMPTS)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
-    assert not pipeline.launch(flight.step(0, tokens=3))
+    assert not list(pipeline.launch(flight.step(0, tokens=3)))
 
     def fail() -> None:
         raise DeviceError("an illegal memory access was encountered")
 
     flight.device.forward.launch(fail)
-    assert not pipeline.launch(flight.step(0))
+    assert not list(pipeline.launch(flight.step(0)))
     first, second = pipeline.finish_all()
     assert known(second.error).breaks_device
     # The first may have come home before. If not, either may be to blame.
     assert known(second.error).alone is (first.error is None)
     assert first.error is None or not first.error.alone
-    [third] = pipeline.launch(flight.step(0)) or pipeline.finish_all()
+    [third] = list(pipeline.launch(flight.step(0))) or pipeline.finish_all()
     assert not third.num_tokens
     assert third.outputs[0].error is flight.states[0].broken is not None
 
@@ -306,8 +355,8 @@ def test_a_device_that_was_broken_before_is_no_fault_of_a_request_alone() -> Non
     """Its step cannot even be launched."""
     flight = Flight(3, *PROMPTS)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
-    assert not pipeline.launch(flight.step(0, tokens=3))
-    assert not pipeline.launch(flight.step(0))
+    assert not list(pipeline.launch(flight.step(0, tokens=3)))
+    assert not list(pipeline.launch(flight.step(0)))
     flight.device.error = DeviceError("injected")
     assert len(pipeline.finish_all()) == 2
     [ended] = pipeline.launch(flight.step(1, tokens=3))
@@ -319,21 +368,24 @@ def test_a_request_that_fails_alone_is_one_failed_forward_though_the_next_step_r
     flight = Flight(4, *PROMPTS)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     flight.model.broken = {0}
-    assert not pipeline.launch(flight.step(0, tokens=3))
-    assert not pipeline.launch(flight.step(0))
+    assert not list(pipeline.launch(flight.step(0, tokens=3)))
+    assert not list(pipeline.launch(flight.step(0)))
     first, second = pipeline.finish_all()
     assert first.failure is not None
     assert (second.failure, second.num_tokens) == (None, 0)
     assert second.outputs[0].error is first.outputs[0].error
 
 
-def test_a_row_without_a_token_ends_its_request_though_the_next_step_runs() -> None:
-    flight = Flight(4, *PROMPTS)
+@pytest.mark.parametrize("sampling", [GREEDY, GRAMMAR], ids=["plain", "a grammar"])
+def test_a_row_without_a_token_ends_its_request_though_the_next_step_runs(
+    sampling: SamplingParams,
+) -> None:
+    flight = Flight(4, *PROMPTS, sampling=sampling)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     flight.model.broken = {1}
-    assert not pipeline.launch(flight.step(0, 1, tokens=3))
-    assert not pipeline.launch(flight.step(0, 1))
-    first, second = pipeline.finish_all()
+    ends = list(pipeline.launch(flight.step(0, 1, tokens=3)))
+    ends += pipeline.launch(flight.step(0, 1))
+    first, second = [*ends, *pipeline.finish_all()]
     for ended in (first, second):
         assert [output.error is None for output in ended.outputs] == [True, False]
         assert not ended.outputs[1].tokens
@@ -379,10 +431,24 @@ class LoggingExecutor(PassingExecutor):
         self.log.append(("launch", step.number))
         return super().launch(step)
 
+    def sample(self, launched: LaunchedStep[Any]) -> None:
+        self.log.append(("sample", launched.step.number))
+        super().sample(launched)
 
-def test_tokens_are_told_before_the_step_is_launched_that_waits_for_them() -> None:
-    """To draft for it, and to launch its forward, takes a while."""
-    flight = Flight(9, *PROMPTS, sampling=GRAMMAR)
+
+@pytest.mark.parametrize(
+    ("sampling", "between"),
+    [
+        (PENALTIES, [("end", 1), ("launch", 2)]),
+        (GRAMMAR, [("launch", 2), ("end", 1), ("sample", 2)]),
+    ],
+    ids=["too few rows", "a grammar"],
+)
+def test_tokens_are_told_before_what_waits_for_them_is_launched(
+    sampling: SamplingParams, between: list[tuple[str, int]]
+) -> None:
+    """To draft for it, to launch its forward, or to compute its masks, takes a while."""
+    flight = Flight(9, *PROMPTS, counted_rows=1, sampling=sampling)
     log: list[tuple[str, int]] = []
     failures: list[str] = []
     executor = LoggingExecutor(flight.executor, log)
@@ -391,11 +457,11 @@ def test_tokens_are_told_before_the_step_is_launched_that_waits_for_them() -> No
         log.append(("end", ended.step.number))
 
     thread = ForwardThread(executor, tell, failures.append, flight.device)
-    for step in (flight.step(0, tokens=3), flight.step(0)):
+    for step in (flight.step(0, 1, tokens=3), flight.step(0, 1)):
         thread.launch(step)
     executor.second_waits.set()
     thread.close()
-    assert log == [("launch", 1), ("end", 1), ("launch", 2), ("end", 2)]
+    assert log == [("launch", 1), *between, ("end", 2)]
     assert not failures
 
 

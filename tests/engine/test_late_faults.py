@@ -81,9 +81,9 @@ def edit_logits_without_the_latest_token(patch: pytest.MonkeyPatch) -> None:
 def count_tokens_behind_the_draw(patch: pytest.MonkeyPatch) -> None:
     """Penalties do not know the token that the step before has sampled."""
 
-    def wrong(self: Any, rows: Any) -> None:
+    def wrong(self: Any) -> None:
         counted, self.counted = self.counted, None
-        sample(self, rows)
+        sample(self)
         if counted is not None:
             counted.count()
 
@@ -95,12 +95,11 @@ def count_beside_the_forward(patch: pytest.MonkeyPatch) -> None:
     """On another stream: before there is a token to count, or behind the draw."""
     launch_forward = ModelExecutor._launch_forward
 
-    def beside(self: Any, launched: Any, staging: Any) -> Any:
-        rows = launch_forward(self, launched, staging)
+    def beside(self: Any, launched: Any) -> None:
+        launch_forward(self, launched)
         counted, launched.counted = launched.counted, None
         if counted is not None:
             self._streams.copies.launch(counted.count)
-        return rows
 
     patch.setattr(ModelExecutor, "_launch_forward", beside)
 

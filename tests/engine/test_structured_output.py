@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.executor import grammar_masks
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
+from kvrelay.engine.executor.model_executor import ModelExecutor
+from kvrelay.engine.executor.step import LaunchedStep
 from kvrelay.wire.output import EndReason, FailureReason
 from kvrelay.wire.submit import SamplingParams, StructuredOutput
 from tests.checkpoints import make_checkpoint
@@ -115,6 +117,23 @@ def test_pairs_that_retract(model: Path) -> None:
     assert sum(one.retractions for one in served) > 0
 
 
+def test_a_device_that_works_late(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards run before the tokens are known that their masks follow from."""
+    plain_outputs(model, FEW)
+    awaited: list[LaunchedStep[Any]] = []
+    sample = ModelExecutor.sample
+
+    def listen(self: ModelExecutor, launched: LaunchedStep[Any]) -> None:
+        awaited.append(launched)
+        sample(self, launched)
+
+    monkeypatch.setattr(ModelExecutor, "sample", listen)
+    monkeypatch.setattr(Simulation, "late", True)
+    served = assert_same_and_valid(model, MODES[2], FEW)
+    assert sum(one.retractions for one in served) > 0
+    assert len(awaited) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_200_schemas(model: Path, mode: Mode) -> None:
@@ -194,7 +213,11 @@ WIDE = StructuredOutput(grammar=f'start: "a" x\nx: {ROWS}')
 """It compiles, and its second mask fails: the parser has more alternatives than it takes."""
 
 
-def test_a_grammar_that_fails_at_a_mask_ends_its_request_and_no_worker(model: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_grammar_that_fails_at_a_mask_ends_its_request_and_no_worker(
+    late: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Simulation, "late", late)
     simulation = serve(model, model, "float64", replace(PAIR, aggregated=True, retract_every=0))
     [broken] = simulation.submit_choices(
         1,

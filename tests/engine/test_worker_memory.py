@@ -21,7 +21,7 @@ from kvrelay.engine.worker.memory import (
 )
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
-from kvrelay.model_runner.config.cuda_graphs import CudaGraphs
+from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphOptions
 from kvrelay.wire.model_digest import NO_MODEL
 from kvrelay.wire.worker_info import WorkerRole
 from tests.checkpoints import make_checkpoint
@@ -100,6 +100,17 @@ def test_sizes_of_graphs(options: dict[str, Any], sizes: tuple[int, ...] | None)
     found = graph_options(config_of(page_size=8, **options))
     assert (None if found is None else found.sizes.sizes) == sizes
     assert found is None or found.page_size == 8
+
+
+def test_a_gpu_has_graphs_unless_they_are_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    by_itself = graph_options(config_of(device="cuda", max_running=2))
+    assert by_itself == GraphOptions(by_itself.sizes, page_size=16, required=False)  # type: ignore[union-attr]
+    asked = graph_options(config_of(device="cuda", cuda_graphs=CudaGraphs.DECODE))
+    assert asked is not None
+    assert asked.required
+    assert graph_options(config_of(device="cuda", cuda_graphs=CudaGraphs.OFF)) is None
+    assert graph_options(config_of()) is None, "a CPU"
 
 
 def test_sizes_that_are_none_are_named() -> None:

@@ -14,7 +14,8 @@ import pytest
 from kvrelay.device.work_in_progress import WorkInProgress
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.assembly import Assembly
-from kvrelay.kv_transfer.agent import TransferAgent, _layout
+from kvrelay.kv_transfer.agent import TransferAgent
+from kvrelay.kv_transfer.byte_runs import PoolLayout
 from kvrelay.kv_transfer.nixl_endpoint import NixlEndpoint
 from kvrelay.kv_transfer.peer_description import PeerDescription
 from kvrelay.wire.worker_info import WorkerRole
@@ -106,7 +107,7 @@ def test_a_worker_that_registers_memory_is_not_taken_for_hung(
     agent: TransferAgent, monkeypatch: pytest.MonkeyPatch
 ):
     slow, pool = Slow(monkeypatch, "register"), make_pool()
-    assert_alive_in(agent, slow, lambda: agent._endpoints.register(_layout(pool)))
+    assert_alive_in(agent, slow, lambda: agent._endpoints.register(PoolLayout.of(pool)))
     agent.close()  # before its memory is freed
 
 

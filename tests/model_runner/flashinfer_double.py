@@ -408,6 +408,23 @@ class Metadata:
         return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
 
 
+LATENT_KEY_TILE = 16
+"""The least tile of keys over latents, on the smallest GPUs; an H100's is of 64."""
+
+
+def check_tiles(q_lens: list[int], kv_lens: list[int], num_heads: int) -> None:
+    """As fa2's `_validate_fa_causal_tile_bound`: no visible key is left out at a tile's end."""
+    tile = 64 * (2 if sum(q_lens) * num_heads // len(q_lens) > 64 else 1)
+    if tile % num_heads == 0:
+        return
+    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+        for end in range(tile, q_len * num_heads, tile):
+            query, within = divmod(end, num_heads)
+            key = kv_len - q_len + query
+            omitted = within and query < q_len and 0 <= key < kv_len and key % LATENT_KEY_TILE == 0
+            assert not omitted, "MLA causal tile boundary is unsupported"
+
+
 class Latent:
     def __init__(
         self,
@@ -453,6 +470,8 @@ class Latent:
             assert kv_data_type is FP8
             assert q_data_type in FP8_LATENT_DTYPES
             assert (head_dim_ckv, head_dim_kpe) in FP8_LATENTS
+        if causal:
+            check_tiles(metadata.qo_indptr.diff().tolist(), metadata.kv_len_arr.tolist(), num_heads)
         self._pages = Pages(metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
         if self._buffers is not None:
             assert self._fixed_queries is not None

@@ -20,7 +20,8 @@ from triton.runtime import interpreter
 
 from kvrelay.cpu_kernels.gumbel import add_noise, random_words
 from kvrelay.model_runner.sampling import sampling_triton
-from kvrelay.model_runner.sampling.device_sampler import launch, sample_on_device
+from kvrelay.model_runner.sampling.device_sampler import launch, launch_scores, sample_on_device
+from kvrelay.model_runner.sampling.prompt_scores import score_prompt
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_row
 from kvrelay.model_runner.sampling.step_sampling import DeviceSampling
 from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts, places_of
@@ -48,7 +49,8 @@ def call_quickly(self: Any, *args: Any, **kwargs: Any) -> Any:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of which a vocabulary has several."""
-    monkeypatch.setattr(sampling_triton, "BLOCK", 128)
+    for name in ("BLOCK", "ROW_BLOCK"):
+        monkeypatch.setattr(sampling_triton, name, 128)
     monkeypatch.setattr(sampling_triton, "ENTRIES", 16)
     if INTERPRETED:
         monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_quickly)
@@ -215,6 +217,29 @@ def test_log_probabilities() -> None:
     logits = random_logits(len(rows))
     logits[3] = logits[3].round()
     agrees(logits, rows)
+
+
+def test_scores_of_prompts() -> None:
+    """Chunks of which some rows are scored, each with its number of likeliest tokens."""
+    logits = random_logits(6)
+    logits[5] = logits[5].round()
+    counts = {1: 2, 2: 2, 4: 0, 5: 3}
+    token_ids = [5, 199, 0, 77]
+    got = launch_scores(logits.to(DEVICE), list(counts), token_ids, list(counts.values())).read()
+    for (place, count), token_id, one in zip(counts.items(), token_ids, got, strict=True):
+        [expected] = score_prompt(logits[place : place + 1], [token_id], count)
+        equal(one, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, where it computes for a device
+def test_a_broken_row_of_a_prompt_is_nan_and_the_others_are_not() -> None:
+    logits = random_logits(4)
+    logits[0, 5], logits[1, 6], logits[2] = torch.nan, torch.inf, torch.nan
+    *broken, right = launch_scores(logits.to(DEVICE), range(4), [5, 6, 7, 8], [1] * 4).read()
+    for one in broken:
+        assert np.isnan(np.array([one.logprob, *(top.logprob for top in one.top)], float)).all()
+        assert all(0 <= top.token_id < VOCAB for top in one.top)
+    equal(right, score_prompt(logits[3:], [8], 1)[0])
 
 
 def test_rows_without_a_token() -> None:

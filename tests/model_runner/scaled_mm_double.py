@@ -22,6 +22,7 @@ def scaled_mm(
     *,
     bias: torch.Tensor | None = None,
     output_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     rows, inputs = mat_a.shape
     outputs = mat_b.shape[1]
@@ -39,8 +40,10 @@ def scaled_mm(
         assert scale_a.is_contiguous()
         assert scale_b.is_contiguous()
         assert scale_a.stride(1) == scale_b.stride(1) == 1
+        assert use_fast_accum, "the slower of two kernels"
         wide_a, wide_b = scale_a.double(), scale_b.double()
     else:
+        assert not use_fast_accum, "each block is added to float32"
         assert recipes == (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
         assert bias is None
         assert inputs % 128 == outputs % 128 == 0

@@ -13,6 +13,7 @@ import torch
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import runner as runner_module
+from kvrelay.model_runner.attention import flashinfer_attention
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
 from kvrelay.model_runner.attention.flashinfer_buffers import GraphPages, StepBlock
@@ -207,6 +208,27 @@ def test_kv_in_fp8_by_graphs(
     assert errors.max() < 0.1
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_heads_of_other_dimensions_are_padded(
+    name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, chunks, and graphs; pages have zeros behind each head."""
+    monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (8, 48, 64))
+    running, captures = make_running(models, name)
+    assert {pool.geometry.head_dim for pool in running.pools} == {48}
+    check_logits(run(running, tokens), models, name, tokens)
+    assert sum(graph.replays for graph in captures.graphs) > 10
+    [(pool, table)] = (
+        (pool, table)
+        for pool, table in zip(running.pools, running.page_tables, strict=True)
+        if pool.geometry.window is None
+    )
+    written = pool.layer(0)[table[0, 0]]
+    dim = running._runner.config.attention.cached_head_dim
+    assert written[..., :dim].any()
+    assert not written[..., dim:].any()
+
+
 def first_page(table: np.ndarray, missing: int, _: int) -> np.ndarray:
     rows = np.full((missing, table.shape[1]), -1, np.int32)
     rows[:, 0] = table[0, 0]
@@ -318,6 +340,62 @@ def test_graphs_over_scratch_are_those_that_will_be(models: Models, tokens: list
     others = [logits for _, _, logits in run(make_running(models, "llama")[0], tokens)]
     assert all(map(torch.equal, logits, others))
     assert not any(graph.replays for graph in captures.graphs[: len(SIZES.sizes)])
+
+
+WANTED = replace(GRAPHS, required=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "said"),
+    [(EXPERTS[0], "flashinfer", "not for models with experts"), ("llama", "torch", "not torch")],
+)
+def test_a_model_that_can_have_no_graphs_runs_without(
+    name: str,
+    attention: str,
+    said: str,
+    models: Models,
+    tokens: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Unless they are required; it says so once."""
+    choice, captures = AttentionChoice(attention), Captures()
+    options: dict[str, Any] = {"attention": choice, "capture": captures}
+    with pytest.raises(UnsupportedOptionError, match=said):
+        ModelRunner(models.folder(name), "float32", "cpu", graphs=GRAPHS, **options)
+    runner = ModelRunner(models.folder(name), "float32", "cpu", graphs=WANTED, **options)
+    assert runner.capture_on_scratch() is None
+    running = Sequences(runner, 5, 60)
+    runner.capture_graphs()
+    assert [said in record.message for record in caplog.records] == [True]
+    assert not captures.graphs
+    assert runner.dummy_pages == 0
+    check_logits(run(running, tokens), models, name, tokens)
+
+
+@pytest.mark.parametrize("at", [0, 2, 4], ids=["first", "last_of_scratch", "over_the_pools"])
+def test_a_capture_that_fails_leaves_a_model_without_graphs(
+    at: int, models: Models, tokens: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+
+    def capture(work: Callable[[], object]) -> Recording:
+        tried.append(at)
+        if len(tried) > at:
+            raise torch.OutOfMemoryError("no memory for a graph")
+        return graph_double.capture(work)
+
+    options: dict[str, Any] = {"attention": AttentionChoice.FLASHINFER, "capture": lambda: capture}
+    runner = ModelRunner(models.folder("llama"), "float32", "cpu", graphs=WANTED, **options)
+    runner.capture_on_scratch()
+    running = Sequences(runner, 5, 60)
+    runner.capture_graphs()
+    assert len(tried) == at + 1, "not again"
+    assert ["no memory for a graph" in one.message for one in caplog.records] == [True]
+    check_logits(run(running, tokens), models, "llama", tokens)
+    required = ModelRunner(models.folder("llama"), "float32", "cpu", graphs=GRAPHS, **options)
+    Sequences(required, 5, 60)
+    with pytest.raises(torch.OutOfMemoryError):
+        required.capture_graphs()
 
 
 def test_all_graphs_write_the_same_logits(models: Models) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvrelay.model_runner import batch
 from kvrelay.model_runner.attention import flashinfer_attention
@@ -27,6 +29,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler
 from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.model_runner.sampling.token_counts import CountChanges, TokenCounts
+from kvrelay.model_runner.torch_options import pin_to_device
 from kvrelay.wire.submit import SamplingParams
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda
 from tests.model_runner.sequences import Sequences
@@ -129,6 +132,27 @@ def sample_on_device(logits: torch.Tensor) -> list[str]:
     return kernels.calls
 
 
+@pytest.mark.parametrize("masked", [0, 2])
+def test_masks_are_sent_for_rows_with_a_grammar_alone(
+    masked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def send(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+        sent.append(array.nbytes)
+        return pin_to_device(array, device)
+
+    mask = np.ones((1, -(-VOCAB_SIZE // 32)), np.int32)
+    plain = SamplingRow(SamplingParams(top_p=0.9), 9, (), ())
+    rows = [replace(plain, allowed=mask)] * masked + [plain] * (5 - masked)
+    monkeypatch.setattr(device_sampler, "pin_to_device", send)
+    monkeypatch.setattr(device_sampler, "_kernels", CheckedKernels)
+    with fake_cuda(monkeypatch):
+        device_sampler.launch(torch.empty(5, VOCAB_SIZE, device=DEVICE), rows)
+    numbers = [5 * 6 * 8, 5 * 5 * 8]
+    assert sorted(sent) == sorted([*numbers, masked * mask.nbytes] if masked else numbers)
+
+
 def count_tokens() -> TokenCounts:
     """Change counts in all ways."""
     counts, some = TokenCounts(3, VOCAB_SIZE, DEVICE), np.arange(4)
@@ -196,6 +220,42 @@ def test_tokens_that_the_host_does_not_know_are_taken_on_the_device(
             runner.launch(replace(unknown, pending=on_host))
 
 
+class Operations(TorchDispatchMode):
+    """Counts what is launched on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += DEVICE in {one.device for one in tree_leaves(args) if hasattr(one, "device")}
+        return func(*args, **(kwargs or {}))
+
+
+def test_heads_of_any_dimensions_take_as_many_launches_for_any_number_of_rows(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are padded; in plain torch each row has launches of its own."""
+    folder = models.folder("llama")
+    use_double(monkeypatch)
+    monkeypatch.setattr(flashinfer_attention, "HEAD_DIMS", (64, 128, 256))
+
+    def count_launches(attention: AttentionChoice, *rows: int) -> list[int]:
+        runner = ModelRunner(folder, "bfloat16", "cuda:0", attention=attention)
+        running, counts = Sequences(runner, 5, 20), []
+        for number in rows:
+            with Operations() as operations:
+                running.forward(dict.fromkeys(range(number), tokens[:1]))
+            counts.append(operations.count)
+        return counts
+
+    with fake_cuda(monkeypatch):
+        few, many = count_launches(AttentionChoice.FLASHINFER, 2, 5)
+        [plain] = count_launches(AttentionChoice.TORCH, 5)
+    assert many == few
+    assert plain > 2 * many
+
+
 ATTEND = FlashInferStepAttention.attend
 
 
@@ -228,7 +288,7 @@ def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) 
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "message"),
     [
-        (batch, "to_device", lambda array, _: torch.from_numpy(array), "on the same device"),
+        (batch, "to_device", lambda array, _: torch.from_numpy(array), "two.* devices"),
         (RotaryEmbedding, "__call__", _host_rotation, "another device"),
         (FlashInfer, "to_host", _device_tensor, "wait for a copy to the host"),
         (FlashInfer, "to_host", _wide_tensor, "int32"),

@@ -306,10 +306,13 @@ def test_only_the_latest_plan_can_be_used() -> None:
         (replace(GEOMETRY, window=7), replace(HEADS, softcap=30.0), None),
         (LATENT, LATENT_HEADS, None),
         (replace(GEOMETRY, dtype=torch.float32), HEADS, "dtype float32"),
-        (replace(GEOMETRY, head_dim=80), QueryHeads(4, 80, 0.1), "heads of 80 dimensions"),
+        (replace(GEOMETRY, head_dim=80), QueryHeads(4, 80, 0.1), None),
+        (replace(GEOMETRY, head_dim=320), QueryHeads(4, 320, 0.1), "heads of 320 dimensions"),
         (replace(LATENT, head_dim=544), LATENT_HEADS, "latents of 512 and 32 dimensions"),
         (LATENT, replace(LATENT_HEADS, value_dim=448), "latents of 448 and 128 dimensions"),
         (replace(LATENT, window=9), LATENT_HEADS, "windows or soft caps over latents"),
+        (LATENT, replace(LATENT_HEADS, num_heads=40), None),
+        (LATENT, replace(LATENT_HEADS, num_heads=160), "160 query heads over latents"),
     ],
 )
 def test_what_flashinfer_lacks(geometry: KVGeometry, heads: QueryHeads, lack: str | None) -> None:
@@ -351,6 +354,17 @@ def test_decode_has_a_kernel_for_every_group(double: None, group: int) -> None:
     """Without tensor cores there is none for 5 and 7, and FlashInfer only says so in `plan`."""
     geometry = replace(GEOMETRY, dtype=torch.float32, head_dim=16)
     agrees_with_torch(geometry, QueryHeads(2 * group, 16, 0.25), [(1, 20), (1, 3)])
+
+
+@pytest.mark.parametrize("num_heads", [12, 16, 20, 40, 96, 128])
+def test_latents_of_any_number_of_heads_agree_with_torch(num_heads: int) -> None:
+    """Where tiles of queries would end within a token, FlashInfer refuses a causal plan."""
+    geometry = KVGeometry(2, 1, 24, torch.float32, 4, latent=True)
+    heads = QueryHeads(num_heads, 16, 0.3)
+    agrees_with_torch(geometry, heads, [(1, 33), (1, 17), (1, 1)])
+    # With one of these the last key that some query sees is the first of a tile of keys.
+    for earlier in range(16):
+        agrees_with_torch(geometry, heads, [(14, earlier + 14), (1, 17)])
 
 
 @pytest.mark.parametrize(

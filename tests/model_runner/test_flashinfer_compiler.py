@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvrelay.model_runner.attention import flashinfer_compiler
-from kvrelay.model_runner.attention.flashinfer_compiler import compiler_lacks, offer_own_ninja
+from kvrelay.model_runner.attention.flashinfer_compiler import (
+    compiler_lacks,
+    link_lazily,
+    offer_own_ninja,
+)
 
 
 def add_program(path: Path) -> str:
@@ -80,3 +87,37 @@ def test_ninja_beside_python_is_put_on_the_path(
     assert shutil.which("ninja") == str(bare / "own" / "ninja")
     offer_own_ninja()
     assert os.environ["PATH"].count("own") == 1
+
+
+def loads(library: Path) -> bool:
+    """Whether the library loads as tvm-ffi, by which FlashInfer loads its modules, loads it."""
+    open_library = ctypes.CDLL(None).dlopen
+    open_library.restype = ctypes.c_void_p
+    return open_library(str(library).encode(), os.RTLD_LAZY | os.RTLD_LOCAL) is not None
+
+
+def test_a_module_with_a_name_that_nothing_has_loads(tmp_path: Path) -> None:
+    """Also where the compiler links with `-z now` unless it is told otherwise."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source, library = tmp_path / "module.cpp", tmp_path / "module.so"
+    source.write_text("void nobody_has_it();\nvoid call() { nobody_has_it(); }\n")
+    variables = {"FLASHINFER_EXTRA_LDFLAGS": "-Wl,--as-needed"}
+    found = {}
+    for lazily in (False, True):
+        if lazily:
+            link_lazily(variables)
+            link_lazily(variables)  # of a target, then of its draft model
+        options = shlex.split(variables["FLASHINFER_EXTRA_LDFLAGS"])
+        command = [compiler, "-shared", "-fPIC", "-Wl,-z,now", "-o", str(library), str(source)]
+        subprocess.run(command + options, check=True)
+        found[lazily] = loads(library)
+    assert found == {False: False, True: True}
+    assert variables["FLASHINFER_EXTRA_LDFLAGS"] == "-Wl,-z,lazy -Wl,--as-needed"
+
+
+def test_a_user_who_wants_no_lazy_modules_gets_none() -> None:
+    variables = {"FLASHINFER_EXTRA_LDFLAGS": "-Wl,-z,now"}
+    link_lazily(variables)
+    assert variables["FLASHINFER_EXTRA_LDFLAGS"] == "-Wl,-z,lazy -Wl,-z,now", "the last one wins"

@@ -1,8 +1,9 @@
-"""Environments of other people's tools, each of its own: `make tools-env`.
+"""Environments beside the project's own: of other people's tools, and of a machine with a GPU.
 
-They lie in `.venv-tools`, which git ignores. `tests/tools/requirements` pins what is in them, but
-for torch, which is linked from the environment that this runs in. What is there is left as it is,
-what was begun is gone on with, and a changed file makes its environment anew.
+`make tools-env` and `make gpu-env` make them in `.venv-tools`, which git ignores.
+`tests/tools/requirements` pins what is in them, but for torch, which tools have linked from the
+environment that this runs in. What is there is left as it is, what was begun is gone on with, and a
+changed file makes its environment anew.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, distribution, version
@@ -30,6 +30,9 @@ FOLDER: Final = ROOT / ".venv-tools"
 REQUIREMENTS: Final = Path(__file__).parent / "requirements"
 OF_VLLM: Final = ROOT / os.environ.get("PEERS_VENV", ".venv-peers")
 """Made by `make peers-env`; `make bench-peers` compares with vLLM."""
+CONSTRAINTS: Final = ROOT / "constraints.txt"
+GPU_PYTHON: Final = os.environ.get("GPU_PYTHON", "python3.12")
+"""The Python of a machine with a GPU: `make gpu-env GPU_PYTHON=...`."""
 MINUTES: Final = 15.0
 """An environment takes one or two, where packages come fast."""
 SHARED: Final = "torch"
@@ -49,17 +52,27 @@ class Environment:
         folder: where it is.
         requirements: pins what is in it.
         needs_torch: it gets links to that of the environment that this runs in.
+        python: the command of the Python that it is made from; None: the one that this runs in.
+        target: what makes it.
     """
 
     name: str
     folder: Path
     requirements: Path
     needs_torch: bool = False
+    python: str | None = None
+    target: str = "make tools-env"
 
     @classmethod
     def of(cls, name: str, *, needs_torch: bool = False) -> Environment:
         """At its usual place."""
         return cls(name, FOLDER / name, REQUIREMENTS / f"{name}.txt", needs_torch)
+
+    @classmethod
+    def of_gpu(cls) -> Environment:
+        """The versions that a machine with a GPU has, kvrelay from this folder among them."""
+        requirements = REQUIREMENTS / "gpu.txt"
+        return cls("gpu", FOLDER / "gpu", requirements, False, GPU_PYTHON, "make gpu-env")
 
     @property
     def is_made(self) -> bool:
@@ -74,7 +87,7 @@ class Environment:
         """
         if not self._is_begun:
             shutil.rmtree(self.folder, ignore_errors=True)
-            venv.create(self.folder, symlinks=True)
+            self._create(seconds)
             if self.needs_torch:
                 link(SHARED, self._packages, without=pinned(self.requirements))
             self._begun.write_text(self._wanted)
@@ -84,8 +97,18 @@ class Environment:
     def command(self, name: str) -> Path:
         """One of its commands; skips the test if the environment is not there."""
         if not self.is_made:
-            pytest.skip(f"{self.name} is not installed, or in another version: make tools-env")
+            pytest.skip(f"{self.name} is not installed, or in another version: {self.target}")
         return self.folder / "bin" / name
+
+    def _create(self, seconds: float) -> None:
+        python = sys.executable if self.python is None else find_python(self.python)
+        if python is None:
+            raise CannotMakeError(f"no {self.python} runs here: {self.target} GPU_PYTHON=...")
+        returncode, said = run_bounded(
+            [python, "-m", "venv", "--without-pip", self.folder], seconds
+        )
+        if returncode != 0:
+            raise CannotMakeError(f"{python} makes no environment: {said[-300:]}")
 
     def _install(self, seconds: float) -> None:
         # pip's own cache has what it fetched before a failure.
@@ -97,7 +120,8 @@ class Environment:
             self._python,
             "--no-input",
         ]
-        returncode, said = run_bounded([*pip, "install", "-qq", "-r", self.requirements], seconds)
+        install = [*pip, "install", "-qq", "-r", self.requirements]
+        returncode, said = run_bounded(install, seconds)
         if returncode != 0:
             errors = [line for line in said.splitlines() if line.startswith("ERROR")]
             raise CannotMakeError(errors[-1] if errors else f"pip failed: {said[-300:]}")
@@ -115,7 +139,8 @@ class Environment:
     def _wanted(self) -> str:
         """All that decides what is in it."""
         linked = f"# {SHARED} {version(SHARED)}\n" if self.needs_torch else ""
-        return linked + self.requirements.read_text()
+        wanted = linked + self.requirements.read_text()
+        return wanted + CONSTRAINTS.read_text() if CONSTRAINTS.name in wanted else wanted
 
     @property
     def _begun(self) -> Path:
@@ -128,6 +153,20 @@ class Environment:
     @property
     def _is_begun(self) -> bool:
         return self._begun.is_file() and self._begun.read_text() == self._wanted
+
+
+def find_python(command: str) -> str | None:
+    """Find a Python that runs by its command; pyenv's commands may stand for none of its versions.
+
+    Those are looked for in its folder of versions, the latest first.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    minor = command.removeprefix("python")
+    others = sorted(pyenv.glob(f"{minor}.*/bin/{command}"), reverse=True) if minor else []
+    for one in (shutil.which(command), *map(str, others)):
+        if one is not None and run_bounded([one, "-c", ""], 60)[0] == 0:
+            return one
+    return None
 
 
 def pinned(requirements: Path) -> set[str]:
@@ -191,6 +230,7 @@ AIPERF: Final = Environment.of("aiperf")
 GUIDELLM: Final = Environment.of("guidellm", needs_torch=True)
 LM_EVAL: Final = Environment.of("lm-eval", needs_torch=True)
 ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL)
+GPU: Final = Environment.of_gpu()
 
 
 def vllm_command() -> Path:
@@ -203,11 +243,12 @@ def vllm_command() -> Path:
 
 @click.command(help=__doc__)
 @click.option("--minutes", default=MINUTES, show_default=True, help="For each environment.")
-def main(minutes: float) -> None:
+@click.option("--gpu", is_flag=True, help="Make that of a machine with a GPU, and no other.")
+def main(minutes: float, gpu: bool) -> None:
     """Make what is not there; fails if something cannot be had."""
     # As Ctrl-C does, it ends pip, which has a session of its own.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    sys.exit(make_all(ENVIRONMENTS, minutes * 60))
+    sys.exit(make_all([GPU] if gpu else ENVIRONMENTS, minutes * 60))
 
 
 def make_all(environments: Sequence[Environment], seconds: float) -> str | None:
@@ -232,7 +273,8 @@ def make_all(environments: Sequence[Environment], seconds: float) -> str | None:
             click.echo(f"    done in {time.monotonic() - begun:.0f} s")
     if not failed:
         return None
-    return f"not made, their tests will be skipped: {', '.join(failed)}; make tools-env tries again"
+    again = " and ".join(sorted({one.target for one in environments if one.name in failed}))
+    return f"not made, their tests will be skipped: {', '.join(failed)}; {again} tries again"
 
 
 if __name__ == "__main__":

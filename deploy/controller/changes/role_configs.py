@@ -41,7 +41,7 @@ class WorkerConfigs:
 
     def of(self, name: str, role: WorkerRole, revision: Revision) -> WorkerConfig:
         """Return a worker's configuration: its own, or a copy of that of the first of its role."""
-        return replace(self._of_start(name, role), **read_options(revision.options))
+        return self._of_start(name, role).with_options(read_options(revision.options))
 
     def of_record(self, record: WorkerRecord) -> WorkerConfig:
         """Return the configuration of the worker with this record."""

@@ -26,7 +26,7 @@ from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
 from kvrelay.model_runner.sampling.sampler import SamplingRow, sample_token_id
 from kvrelay.model_runner.sampling.token_counts import TokenCounts
 from kvrelay.wire.submit import SamplingParams
-from tests.late_device import LateStreams, draw
+from tests.late_device import LateStreams, draw, score
 
 VOCAB = 97
 Windows = tuple[int | None, ...]
@@ -126,7 +126,13 @@ class CountingModel:
         counts = None if device is None else TokenCounts(counted_rows, VOCAB, torch.device("cpu"))
         late_draw = None if counts is None else partial(draw, counts=counts.entries)
         self.executor = ModelExecutor(
-            self, self._copy, drafter, streams=device, draw=late_draw, counts=counts
+            self,
+            self._copy,
+            drafter,
+            streams=device,
+            draw=late_draw,
+            counts=counts,
+            score=None if device is None else score,
         )
 
     def make_host(self, totals: Sequence[int]) -> None:
@@ -219,7 +225,14 @@ class RealModel:
             counts = TokenCounts(2, vocab, torch.device("cpu"))
             late_draw = partial(draw, counts=counts.entries)
             self.executor = ModelExecutor(
-                model.runner, first._copy, first._drafter, first._masks, device, late_draw, counts
+                model.runner,
+                first._copy,
+                first._drafter,
+                first._masks,
+                device,
+                late_draw,
+                counts,
+                score,
             )
         self.host_pools, self.digest = model.host_pools, model.digest
         self.broken: set[int] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -291,7 +291,7 @@ class SimWorker:
         assert self.pipeline.oldest is not None
         self._tell(self.pipeline.finish(self.pipeline.oldest))
 
-    def _tell(self, ends: Sequence[StepEnded[Any]]) -> None:
+    def _tell(self, ends: Iterable[StepEnded[Any]]) -> None:
         for ended in ends:
             assert self.steps.popleft() is ended.step
             self.inbox.post(replace(ended, seconds=self.forward_seconds or ended.seconds))

@@ -1,0 +1,1 @@
+"""The kit for a machine with a GPU and no network: what travels there, and the stages there."""
