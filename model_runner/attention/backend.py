@@ -210,12 +210,13 @@ class AttentionFactory:
             if lack := flashinfer_lacks(geometry, self._dtype, self._heads, device):
                 raise UnsupportedOptionError(f"--attention flashinfer has no kernels for {lack}")
         flashinfer = FlashInfer(device, splits)
-        for geometry in map(pad_heads, geometries):
+        padded = [pad_heads(geometry) for geometry in geometries]
+        for geometry in padded:
             flashinfer.wrappers(geometry, self._heads)
             if self._expands:
                 flashinfer.ragged_wrappers()
         if graph_room is not None:
-            flashinfer.make_graph_parts(geometries, self._heads, graph_room)
+            flashinfer.make_graph_parts(padded, self._heads, graph_room)
         return flashinfer
 
 
