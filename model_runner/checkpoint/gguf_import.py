@@ -79,8 +79,8 @@ def _no_progress_bars() -> Iterator[None]:
 def _parsed_once() -> Iterator[None]:
     """Parse a file once, and name its tensors by one table.
 
-    For transformers the configuration, the weights and the tokenizer are three readings, and each
-    tensor is a reason to make the table anew: two thirds of the time.
+    transformers parses it for the configuration, the weights and the tokenizer, and makes the
+    table for each tensor: half of the time.
     """
     import gguf
 

@@ -87,7 +87,7 @@ class GraphStep:
         if not self._needs_plan(plan):
             return
         before_plan()
-        [(wrapper, *_)] = self._parts
+        wrapper = self._parts[0].wrapper
         plan_kernels = (
             self._backend.replan_decode if self._is_captured else self._backend.plan_decode
         )
