@@ -107,15 +107,14 @@ def launch(
     """
     assert len(rows) == len(logits) > 0
     kernels, device = _kernels(), logits.device
-    floats = pin_to_device(_floats(rows), device)
-    edited = _edit(logits, rows, floats, counts)
     masks, mask_of = _stack_masks(rows, logits)
+    floats, ints = _to_device(_floats(rows), _ints(rows, mask_of), device)
+    edited = _edit(logits, rows, floats, counts)
     count = len(rows)
     has_filters = any(_is_filtered(row) for row in rows)
     weights = logits.new_empty(logits.shape if has_filters else (0, logits.shape[1]))
     ids = torch.empty(count, dtype=torch.int64, device=device)
     largest = torch.empty(count, dtype=torch.float32, device=device)
-    ints = pin_to_device(_ints(rows, mask_of), device)
     kernels.sample_rows(edited, masks, ints, floats, weights, ids, largest)
     asked = [row.params.logprobs if logprobs else None for row in rows]
     return Draws(ids, largest, asked, _score(logits, ids, asked))
@@ -191,6 +190,18 @@ def _kernels() -> ModuleType:
 def _is_filtered(row: SamplingRow) -> bool:
     params = row.params
     return not params.is_greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def _to_device(
+    floats: npt.NDArray[np.float64], ints: npt.NDArray[np.int64], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both on the device, by one copy."""
+    bits = np.concatenate((floats.reshape(-1).view(np.int64), ints.reshape(-1)))
+    both = pin_to_device(bits, device)
+    return (
+        both[: floats.size].view(torch.float64).view(floats.shape),
+        both[floats.size :].view(ints.shape),
+    )
 
 
 def _floats(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:

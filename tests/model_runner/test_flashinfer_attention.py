@@ -475,3 +475,16 @@ def test_the_doubles_have_the_parameters_of_the_package(double_of: type, name: s
         if method == "plan" and "kwargs" in theirs:  # decode's: the rest is in a method behind
             theirs |= set(inspect.signature(known(getattr(real, "_plan_impl", None))).parameters)
         assert ours <= theirs
+
+
+def test_plans_of_graphs_are_made_as_the_package_does() -> None:
+    """By a function of its own, and by what a wrapper of latents shows of its latest plan."""
+    package = pytest.importorskip("flashinfer", exc_type=ImportError)
+    ours = set(inspect.signature(flashinfer_double.fast_decode_plan).parameters)
+    assert ours <= set(inspect.signature(package.fast_decode_plan).parameters)
+    mirrored = importlib.import_module("flashinfer.mla._batch_mla._wrapper")._MIRRORED_BACKEND_ATTRS
+    assert set(mirrored) == {
+        "_cached_module",
+        "_int_workspace_buffer",
+        "_pin_memory_int_workspace_buffer",
+    }
