@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic, overload
 
-from kvrelay.cpu_kernels.kernel_cache import is_kernel_source, kernel_cache
+from kvrelay.cpu_kernels.kernel_cache import is_kernel_source, kernel_cache, share_compilation
 from kvrelay.cpu_kernels.lanes import add_scaled, ask_for_line
 
 P = ParamSpec("P")
@@ -33,7 +33,10 @@ def _compile(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     with kernel_cache() as cached:
         # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
         decorate = numba.njit(cache=cached, nogil=True, error_model="numpy", **options)
-        return cast("Callable[P, R]", decorate(function))
+        dispatcher = decorate(function)
+        if cached:
+            share_compilation(dispatcher)
+        return cast("Callable[P, R]", dispatcher)
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:

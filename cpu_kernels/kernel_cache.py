@@ -6,23 +6,30 @@
 
 numba by itself notices a change of a kernel's own file, but not of other files whose functions were
 compiled into the kernel. The digest covers these. numba also keeps compiled code by the path of the
-file. With `KernelLocator` all checkouts and installations of the same code share it.
+file. With `KernelLocator` all checkouts and installations of the same code share it. Processes that
+begin together would all compile the same. With `share_compilation` one of them does, for all.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 import numba
+from numba.core.caching import FunctionCache
 
 from kvrelay.options.user_cache import cache_home
 
+LONGEST_WAIT_SECONDS: Final = 120.0
+"""For another process to compile a kernel; it may be stopped, and then never ends."""
+_LOOK_SECONDS: Final = 0.02
 SOURCES: Final = Path(__file__).resolve().parent
 """The room of all code that kernels are compiled from; `jit` compiles no other file's."""
 
@@ -80,6 +87,65 @@ class KernelLocator:
     def get_disambiguator(self) -> str:
         """The mark that tells functions of one name in one file apart."""
         return str(self._first_line)
+
+
+def share_compilation(dispatcher: Any) -> None:
+    """Let one process compile a kernel while others wait for its files.
+
+    To be called within `kernel_cache`, of a kernel that is cached.
+    """
+    shared = SharedCache(dispatcher.py_func)
+    compile_it = dispatcher.compile
+
+    def compile_alone(signature: Any) -> Any:
+        try:
+            return compile_it(signature)
+        finally:
+            shared.unlock()
+
+    dispatcher._cache, dispatcher.compile = shared, compile_alone
+
+
+class SharedCache(FunctionCache):  # type: ignore[misc]
+    """The files of one compiled function. Whoever does not find one is the next to make it.
+
+    numba calls it under a lock of the process. Nothing that is compiled calls itself, so processes
+    that wait for each other's functions never do so in a circle.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        code = function.__code__
+        self._path = Path(numba.config.CACHE_DIR) / f"{code.co_name}-{code.co_firstlineno}.lock"
+        self._held: IO[str] | None = None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the compiled function, or None, and then no other process compiles it."""
+        found = super().load_overload(sig, target_context)
+        if found is None and self._held is None:
+            self._lock()
+            found = super().load_overload(sig, target_context)
+        return found
+
+    def unlock(self) -> None:
+        """Let others compile the function, if none has done so."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _lock(self) -> None:
+        with suppress(OSError):  # no place for the file: each process compiles for itself
+            self._held = self._path.open("w")
+        give_up_at = time.monotonic() + LONGEST_WAIT_SECONDS
+        while self._held is not None and time.monotonic() < give_up_at:
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOOK_SECONDS)
+            except OSError:  # the file system has no locks
+                return
+            else:
+                return
 
 
 def make_cache_folder(home: Path, sources: Path = SOURCES) -> Path:
