@@ -21,6 +21,8 @@ from benchmarks.cpu_profile import (
 )
 from benchmarks.threads import NATIVE, Thread, cpu_seconds, sampled, threads_of
 
+pytestmark = pytest.mark.slow  # it tests a benchmark, and `make test-all` runs it
+
 SPINS = """
 import sys, threading
 

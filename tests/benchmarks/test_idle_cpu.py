@@ -13,6 +13,8 @@ from click.testing import CliRunner
 
 from benchmarks.idle_cpu import cluster_pids, cpu_fraction, is_ray_process, is_raylet, main
 
+pytestmark = pytest.mark.slow  # it tests a benchmark, and `make test-all` runs it
+
 WAIT = "import sys; sys.stdin.read()"
 SPIN = "while True: pass"
 Spawn = Callable[[str], "subprocess.Popen[bytes]"]

@@ -30,6 +30,8 @@ from benchmarks.peers.systems import (
 from kvrelay.deploy.load_generator.load_report import Slo
 from tests.benchmarks.completions_server import READY_LINE
 
+pytestmark = pytest.mark.slow  # it tests a benchmark, and `make test-all` runs it
+
 PLAN = Plan(
     systems=("ours", "theirs"),
     rounds=2,

@@ -8,6 +8,8 @@ from benchmarks.router_scale.__main__ import by_component
 from benchmarks.router_scale.bench import measure
 from benchmarks.router_scale.load import Load
 
+pytestmark = pytest.mark.slow  # it tests a benchmark, and `make test-all` runs it
+
 
 def test_every_request_is_answered_and_loads_are_few():
     load = Load(20, 100.0, output_tokens=4, seconds=1.0)

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.router_tokens import Processes, run_client
 
+pytestmark = pytest.mark.slow  # it tests a benchmark, and `make test-all` runs it
+
 SECONDS = 60
 
 

@@ -63,6 +63,7 @@ async def test_a_lone_prompt_has_both_cores_and_none_beside_a_request_that_gener
     assert not list((tmp_path / "cores").iterdir())
 
 
+@pytest.mark.slow  # `tests/model_runner/test_kernel_threads.py` has threads without a cluster
 async def test_many_requests_generate_the_same_with_both_cores(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ async def expected(chaos: ChaosCluster) -> Expected:
     return await chaos.learn(make_cases())
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_nobody_notices(chaos: ChaosCluster, expected: Expected, cell: Cell):

@@ -31,6 +31,7 @@ CELLS = [
 """In `make test` other files have requests that fail, and restarts."""
 
 
+@pytest.mark.slow  # `test_chaos.py` has pairs in `make test`
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_nobody_notices(alone: ChaosCluster, expected: Expected, cell: Cell):

@@ -105,6 +105,7 @@ async def test_a_death_on_another_machine_is_seen_by_the_next_process_there(
         await next_life(cluster, first)
 
 
+@pytest.mark.slow  # `tests/deploy/test_leases.py` has it without processes
 async def test_a_death_that_nobody_sees_is_believed_after_lease_and_margin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

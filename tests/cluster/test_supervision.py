@@ -249,6 +249,7 @@ async def test_a_worker_that_fails_on_the_news_of_a_death_is_said(
     assert "not in the mood" in caplog.text
 
 
+@pytest.mark.slow  # `tests/deploy/test_pauses.py` has the pauses
 async def test_a_watch_that_fails_at_once_is_repeated_ever_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -442,6 +443,7 @@ async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Pat
         assert not draining(cluster)
 
 
+@pytest.mark.slow  # `test_scale.py` removes one
 async def test_a_removed_worker_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = make_configs(tmp_path)[0]
     configs = [config, replace(config, name="prefill-1")]

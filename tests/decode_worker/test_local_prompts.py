@@ -14,6 +14,7 @@ from kvrelay.wire.output import EndReason
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.engine.test_modes import expected, in_little_memory, run_load
 from tests.engine.test_scenarios import CHUNK, one_pair, random_prompts, step_until
+from tests.pairwise import few
 
 
 def submit(simulation: Simulation, prompt: list[int], most: int, *, local: bool) -> SimRequest:
@@ -60,6 +61,7 @@ def test_a_prompt_that_was_submitted_before_is_dropped_and_not_refused(
     simulation.assert_at_baseline()
 
 
+@few(3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
 @pytest.mark.parametrize("retract_every", [0, 3])

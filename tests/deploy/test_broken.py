@@ -17,6 +17,7 @@ from kvrelay.deploy.controller.controller_host import ControllerHost
 from kvrelay.deploy.controller.controller_spec import SPEC, ControllerSpec
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore, KeyValueStore
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from tests.pairwise import few
 
 SECONDS = 20
 
@@ -63,6 +64,7 @@ def run(form: str) -> None:
         threading.Event().wait(SECONDS)
 
 
+@few(1)
 @pytest.mark.parametrize("form", ["serve", "detached"])
 def test_a_process_that_no_longer_renews_its_lease_says_so_and_ends(form: str):
     root = Path(__file__).parents[2]

@@ -98,7 +98,7 @@ def test_drain_of_a_worker_without_requests_ends_at_once() -> None:
         assert worker.drained
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
 @pytest.mark.parametrize("aggregated", [False, True])
 @pytest.mark.parametrize("seed", range(8))

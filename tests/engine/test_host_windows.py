@@ -43,7 +43,7 @@ def push_out(simulation: Simulation) -> None:
         evict_all(worker)
 
 
-@few(2)
+@few(1)
 @WINDOWS
 @ROLES
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -111,7 +111,7 @@ def test_copies_that_fail_cost_no_token_and_no_page(
     simulation.assert_at_baseline()
 
 
-@few(2)
+@few(1)
 @every_mode
 @pytest.mark.parametrize("host_pages", [7, 200])
 @WINDOWS

@@ -11,6 +11,7 @@ import pytest
 from kvrelay.wire.worker_info import WorkerRole
 from tests.engine.simulation import reference
 from tests.engine.simulation.placed import PlacedClockwork, ttfts
+from tests.pairwise import few
 
 PAGE_SIZE = 64
 
@@ -67,6 +68,7 @@ def test_conversations_find_their_prefixes_and_their_first_tokens_earlier() -> N
         simulation.assert_at_baseline()
 
 
+@few(1)
 @pytest.mark.parametrize("aggregated", [False, True])
 def test_one_hot_prefix_does_not_pile_all_requests_on_one_worker(aggregated) -> None:
     """Requests come as fast as four workers compute what is not cached."""

@@ -108,7 +108,7 @@ def _connections(pid: int) -> set[tuple[object, object]]:
     return {(one.laddr, one.raddr) for one in used if one.status == psutil.CONN_ESTABLISHED}
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("after", list(After))
 def test_bytes_come_after_an_error_and_none_after_the_agents_end(
     monkeypatch: pytest.MonkeyPatch, after: After

@@ -28,8 +28,10 @@ from tests.kv_transfer.peer_process import (
     read,
     sums,
 )
+from tests.pairwise import few
 
 
+@few(1)
 @pytest.mark.parametrize("order", list(PageOrder))
 def test_pull_moves_exactly_the_pages(agent: TransferAgent, order: PageOrder, pool: KVPool) -> None:
     peer = Peer(order)

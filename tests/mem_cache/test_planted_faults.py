@@ -281,7 +281,7 @@ RARE: dict[str, Callable[[], None]] = {
 """A search takes up to a minute to find these; the scenarios find them at once."""
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - RARE.keys()))
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     find(FAULTS[name], monkeypatch, DeviceMachine, SEARCH)

@@ -19,6 +19,7 @@ from tests.model_runner.product_units import UNITS, be_a_processor_of
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, LATENT, NAMES
 from tests.model_runner.tiny_models import Models
+from tests.pairwise import few
 
 LENGTH = 60
 QUICK = {
@@ -112,6 +113,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(name, dtype, unit, marks=marks)
 
 
+@few(4)
 @pytest.mark.parametrize(("name", "dtype", "unit"), list(cases()))
 def test_alone_equals_in_chunks_beside_others(
     name: str,

@@ -44,6 +44,7 @@ def run(environment: Environment, code: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_what_was_begun_goes_on_and_another_version_begins_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +70,7 @@ def test_what_was_begun_goes_on_and_another_version_begins_anew(
     assert not kept.exists()
 
 
+@pytest.mark.slow
 def test_torch_is_linked_as_it_is_here(tmp_path: Path) -> None:
     put_wheel(tmp_path, "1.0")
     one = environment(tmp_path, "1.0", needs_torch=True)
@@ -80,6 +82,7 @@ def test_torch_is_linked_as_it_is_here(tmp_path: Path) -> None:
     assert (folder / "__init__.py").is_file()
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     """The package is a pipe that nobody writes to."""
     one = environment(tmp_path, "1.0")
