@@ -57,7 +57,11 @@ class Speculation:
             geometries += draft.make_geometries(PAGE_SIZE)
         pages_each = geometries[0].pages_for(CAPACITY)
         total = len(prompts) * pages_each + 4
-        self.pools = [KVPool(geometry, total, target.device) for geometry in geometries]
+        # With graphs each pool has a dummy page.
+        dummy = target.dummy_pages
+        self.pools = [
+            KVPool(geometry, total + dummy, target.device, dummy) for geometry in geometries
+        ]
         self.tables = []
         for seed, pool in enumerate(self.pools):
             pool.data.fill_(torch.nan)
