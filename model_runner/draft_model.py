@@ -96,7 +96,7 @@ class DraftProposal:
 class DraftModel:
     """A draft model beside its target, over its own pools with the same page size and leases.
 
-    `forward` runs its prompts chunk by chunk like the target's, so that it has KV of the whole
+    `follow` runs its prompts chunk by chunk like the target's, so that it has KV of the whole
     prompt. From then on `propose` writes the KV of the tokens that it is given. A window pool's
     pages must stay as long as the draft model reads them; it may be a token behind the target.
 
@@ -106,7 +106,8 @@ class DraftModel:
         device: see `ModelRunner`.
         attention: see `ModelRunner`.
         kv_dtype: see `ModelRunner`.
-        graphs: see `ModelRunner`: each guess but the first is a step of decode.
+        graphs: see `ModelRunner`: a first guess brings one token of each sequence or two, each
+            further one one.
         capture: see `ModelRunner`.
         attention_splits: see `ModelRunner`.
         on_read: see `ModelRunner`.
@@ -194,9 +195,9 @@ class DraftModel:
         """The scratch bytes a pool byte; see `ModelRunner.scratch_part`."""
         return self._runner.scratch_part
 
-    def forward(self, batch: ForwardBatch) -> None:
-        """Write the draft KV of a batch of the target's; it is written when this returns."""
-        self._runner.forward(replace(batch, logit_rows=_NO_ROWS))
+    def follow(self, batch: ForwardBatch) -> None:
+        """Write the draft KV of a batch of the target's, by work on the current stream."""
+        self._launch(replace(batch, logit_rows=_NO_ROWS))
 
     def propose(
         self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]

@@ -52,7 +52,7 @@ class ModelDrafter:
 
     def follow(self, batch: ForwardBatch) -> None:
         """Compute the same chunks of prompts with the draft model."""
-        self._model.forward(batch)
+        self._model.follow(batch)
 
     def propose(
         self,

@@ -5,8 +5,8 @@ the next larger graph. One copy from pinned memory brings all of them to the add
 graph was captured with. FlashInfer plans outside of the graph, also into fixed memory, and
 only if the plan would be another one. Then all kernels are launched at once.
 
-A step in which each sequence brings one token has a graph of one row a sequence. If some bring more,
-because their drafts are verified, each takes as many rows as a sequence brings at most.
+A step in which each sequence brings one token has a graph of one row a sequence. If some bring
+more, because their drafts are verified, each takes as many rows as a sequence brings at most.
 """
 
 from __future__ import annotations

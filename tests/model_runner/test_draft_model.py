@@ -109,7 +109,7 @@ class Speculation:
             logit_rows=np.arange(query_start[-1], dtype=np.int64),
         )
         if draft_too and self.draft is not None:
-            self.draft.forward(batch)
+            self.draft.follow(batch)
             for i in indices:
                 self.draft_kv[i] = self.target_kv[i]
         return self.target.forward(batch)
@@ -285,6 +285,15 @@ def test_guesses_stay_on_the_device_until_all_are_made(
     running.draft_kv = [length - 1 for length in map(len, running.texts)]
     assert_same(running.finish(4), expected)
     assert running.kept == running.guessed > 50
+
+
+def test_prompts_are_followed_without_a_wait(
+    models: Models, tokens: list[int], waits: list[str]
+) -> None:
+    """The host waits for the target's chunks alone, as a test's forwards do."""
+    running = runs(models, "llama", ("llama", "float32"), tokens)
+    chunks = sum(-(-(len(prompt) - 1) // 5) for prompt in running.prompts)
+    assert waits == ["forward"] * chunks
 
 
 @pytest.mark.usefixtures("waits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from kvrelay.mem_cache.geometry import KVGeometry
-from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import flashinfer_attention
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.paged_plan import PagedPlan
@@ -112,9 +112,7 @@ def test_latents_are_planned_with_heads_that_divide_a_tile(
 
 
 def test_sequences_that_are_not_divided(models: Models, tokens: list[int]) -> None:
-    running, captures = make_running(
-        models, "qwen3", splits=AttentionSplits.NONE, graphs=DRAFTED
-    )
+    running, captures = make_running(models, "qwen3", splits=AttentionSplits.NONE, graphs=DRAFTED)
     check_logits(run(running, tokens), models, "qwen3", tokens)
     assert captures.graphs[0].replays
 
@@ -123,7 +121,7 @@ def tokens_first(self: PaddedBatch, values: np.ndarray, dummy: int = 0) -> np.nd
     """Puts a sequence's own tokens into the first of its rows."""
     starts = self.batch.query_start
     spread = np.full(self.shape.rows, dummy, np.int64)
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
         first = i * self.shape.each
         spread[first : first + end - start] = values[start:end]
     return spread
@@ -177,9 +175,10 @@ def test_steps_that_no_graph_has_are_launched_kernel_by_kernel(
     assert_close(running.forward({0: tokens[:3]}), reference[:3])
     running.forward({1: tokens[:9]})
     assert_close(running.forward({1: tokens[9:14]}), reference[9:14])
-    running.forward({i: tokens[:9] for i in (2, 3, 4)})
-    all_of_them = {0: tokens[3:5], 1: tokens[14:15], **{i: tokens[9:10] for i in (2, 3, 4)}}
-    assert_close(running.forward(all_of_them)[:2], reference[3:5])
+    running.forward(dict.fromkeys((2, 3, 4), tokens[:9]))
+    others = dict.fromkeys((2, 3, 4), tokens[9:10])
+    more_than_any = running.forward({0: tokens[3:5], 1: tokens[14:15], **others})
+    assert_close(more_than_any[:2], reference[3:5])
     chosen = running.forward({0: tokens[5:7]}, [1] * (EACH + 1))
     assert_close(chosen, reference[6:7].expand(EACH + 1, -1))
     assert replays(captures) == 0

@@ -220,7 +220,10 @@ def test_a_step_with_drafts_is_one_copy_from_the_host(
             running.forward({0: tokens[:9], 1: tokens[:6]})
             for _ in range(3):
                 ends = running.seq_lens
-                new = {0: tokens[ends[0] : ends[0] + 4], 1: tokens[ends[1] : ends[1] + 1]}
+                new: dict[int, Sequence[int]] = {
+                    0: tokens[ends[0] : ends[0] + 4],
+                    1: tokens[ends[1] : ends[1] + 1],
+                }
                 batch = running.batch(new)
                 pinned.clear()
                 with Traffic() as traffic:
