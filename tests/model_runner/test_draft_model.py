@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.engine.executor.drafters import ModelDrafter
+from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import draft_model
 from kvrelay.model_runner import runner as runner_module
@@ -23,7 +25,8 @@ from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
-from kvrelay.wire.submit import SamplingParams
+from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions
+from tests.known import known
 from tests.late_device import draw
 from tests.model_runner.samples import as_tokens
 from tests.model_runner.tiny_models import Models
@@ -155,6 +158,20 @@ class Speculation:
             self.draft_kv[i] = proposal.kv_len
         return {i: proposal.token_ids for i, proposal in zip(counts, proposals, strict=True)}
 
+    def token_states(self, indices: Sequence[int]) -> list[TokenState]:
+        """What an engine keeps of these sequences."""
+        return [
+            TokenState(
+                token_ids=list(self.texts[i]),
+                input_len=len(self.prompts[i]),
+                prompt_ids=self.prompts[i],
+                params=GenerationParams(self.params[i], StopConditions(LENGTH)),
+                choices=(0,),
+                draft_kv_len=self.draft_kv[i],
+            )
+            for i in indices
+        ]
+
     def slide(self) -> None:
         for pool, table in zip(self.pools, self.tables, strict=True):
             window = pool.geometry.window
@@ -282,6 +299,19 @@ def test_guesses_stay_on_the_device_until_all_are_made(
     waits.clear()
     running.propose({0: 4, 1: 0, 2: 1, 3: 3})
     assert waits == ["draws"]
+    drafter, states = ModelDrafter(running.drafter), running.token_states([0, 3])
+    asked = (states, [running.row(0), running.row(3)], [4, 2])
+    tables = [table[[0, 3]] for table in running.tables]
+    waits.clear()
+    pending = known(drafter.begin(*asked, tables))
+    assert not waits
+    pending.send_home(torch.clone)
+    pending.read()
+    kv_lens = [state.draft_kv_len for state in states]
+    for state in states:
+        state.draft_kv_len = 0
+    assert drafter.propose(*asked, tables) == pending.drafts
+    assert [state.draft_kv_len for state in states] == kv_lens
     running.draft_kv = [length - 1 for length in map(len, running.texts)]
     assert_same(running.finish(4), expected)
     assert running.kept == running.guessed > 50
