@@ -96,7 +96,7 @@ class DraftProposal:
 
 @dataclass(frozen=True, slots=True)
 class PendingGuesses:
-    """Guesses that only the device knows; `read` waits for them."""
+    """A draft model's guesses that only the device knows; `read` waits for them."""
 
     sequences: Sequence[DraftRequest]
     draws: Draws | None

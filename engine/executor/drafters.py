@@ -97,7 +97,7 @@ class ModelDrafter:
 def _requests(
     states: Sequence[TokenState], rows: Sequence[SamplingRow], counts: Sequence[int]
 ) -> list[DraftRequest]:
-    """What to guess, from the first token whose draft KV is missing, or of a rejected guess."""
+    """List what to guess, each with the tokens whose draft KV is missing, or a rejected guess's."""
     requests = []
     for state, row, count in zip(states, rows, counts, strict=True):
         kv_len = min(state.draft_kv_len, len(state.token_ids) - 1)

@@ -10,9 +10,11 @@ A GPU works by itself. There a step is launched while the one before it runs::
     results                                     [N's ids to the host]
 
 Step N+1 takes the tokens that N has sampled on the device, where they lie. A step that cannot be
-launched before the host knows these tokens waits for them (`must_wait`). A grammar is no such
-reason: N+1's forward is launched, and its sampling behind N's tokens and the masks that follow from
-them (`awaits_tokens`)::
+launched before the host knows these tokens waits for them (`must_wait`). After drafts, for example,
+their number decides where the next ones lie. A model's drafts may stay on the device until the step
+that verifies them has run (`PendingDrafts`). A grammar is no reason to wait: N+1's forward is
+launched, and its sampling behind N's tokens and the masks that follow from them
+(`awaits_tokens`)::
 
     host      launch N     forward N+1      home of N: masks, sample N+1           forward N+2
     forward             [ N: forward, sampling ][ N+1: forward          , sampling ]

@@ -151,8 +151,10 @@ def find_awaited(
     if not places:
         return None
     sampling = found[0][1].sampling if found else None
-    staged = (staging.put(np.array(one, np.int64)) for one in (places, sources))
-    return AwaitedIds(*staged, sampling, drafts)
+    put = staging.put
+    return AwaitedIds(
+        put(np.array(places, np.int64)), put(np.array(sources, np.int64)), sampling, drafts
+    )
 
 
 def stage(batch: ForwardBatch, staging: StagingSet) -> ForwardBatch:
