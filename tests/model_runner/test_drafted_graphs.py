@@ -316,7 +316,7 @@ def test_tokens_are_those_without_graphs_and_without_drafts(
     name: str, draft: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verified by graphs, and guessed by graphs from the first guess on."""
-    monkeypatch.setattr(test_draft_model, "LENGTH", 14)
+    monkeypatch.setattr(test_draft_model, "LENGTH", 9)
     plain, _ = speculate(models, name, tokens, None, None)
     running, captures = speculate(models, name, tokens, DRAFTED, draft)
     assert_same(running.finish(EACH - 1), plain.finish(0))
