@@ -85,16 +85,17 @@ class WorkerOptions(ObservingOptions):
     cuda_graphs: CudaGraphs = option(
         CudaGraphs.AUTO,
         "Which steps a GPU is given as one CUDA graph: decode those in which each request "
-        "generates one token, auto the same where they can be captured, or none, with a line in "
-        "the log. For --attention flashinfer, and models without experts.",
+        "generates one token, or verifies drafts, auto the same where they can be captured, or "
+        "none, with a line in the log. For --attention flashinfer, and models without experts.",
         Section.MODEL,
     )
     cuda_graph_sizes: str | None = option(
         None,
         "The numbers of requests that graphs are captured for, with commas between them; a step "
         "takes the next larger one, and a step of more requests none. Sizes that --max-running "
-        "never needs are left out. Each takes 8 MiB for each pool beside the KV memory, and a "
-        "second or so at the start.",
+        "never needs are left out. With --speculation there is a second graph for each size, up to "
+        "512 tokens. Each graph takes 8 MiB for each pool beside the KV memory, and a second or so "
+        "at the start.",
         Section.MODEL,
         check=GraphSizes.parse,
         metavar="N,N,...",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +94,38 @@ class DraftProposal:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class PendingGuesses:
+    """A draft model's guesses that only the device knows; `read` waits for them."""
+
+    sequences: Sequence[DraftRequest]
+    draws: Draws | None
+    """All guesses; None: none were asked for."""
+    places: Sequence[Sequence[int]]
+    """For each sequence, the places of its guesses among the draws."""
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """``[N]`` int64 on the device. A guess by logits that are not finite is any token."""
+        assert self.draws is not None, "nothing was guessed"
+        return self.draws.ids
+
+    def read(self) -> list[DraftProposal]:
+        """Wait for all guesses; those of a sequence end before its first that is no token."""
+        tokens = [] if self.draws is None else self.draws.read()
+        proposals = []
+        for one, places in zip(self.sequences, self.places, strict=True):
+            guesses = [tokens[place] for place in places]
+            sure = takewhile(lambda guess: isinstance(guess, SampledToken), guesses)
+            ids = [guess.token_id for guess in sure if isinstance(guess, SampledToken)]
+            proposals.append(DraftProposal(ids, one.kv_len_after(ids)))
+        return proposals
+
+
 class DraftModel:
     """A draft model beside its target, over its own pools with the same page size and leases.
 
-    `forward` runs its prompts chunk by chunk like the target's, so that it has KV of the whole
+    `follow` runs its prompts chunk by chunk like the target's, so that it has KV of the whole
     prompt. From then on `propose` writes the KV of the tokens that it is given. A window pool's
     pages must stay as long as the draft model reads them; it may be a token behind the target.
 
@@ -106,7 +135,8 @@ class DraftModel:
         device: see `ModelRunner`.
         attention: see `ModelRunner`.
         kv_dtype: see `ModelRunner`.
-        graphs: see `ModelRunner`: each guess but the first is a step of decode.
+        graphs: see `ModelRunner`: a first guess brings one token of each sequence or two, each
+            further one one.
         capture: see `ModelRunner`.
         attention_splits: see `ModelRunner`.
         on_read: see `ModelRunner`.
@@ -194,9 +224,9 @@ class DraftModel:
         """The scratch bytes a pool byte; see `ModelRunner.scratch_part`."""
         return self._runner.scratch_part
 
-    def forward(self, batch: ForwardBatch) -> None:
-        """Write the draft KV of a batch of the target's; it is written when this returns."""
-        self._runner.forward(replace(batch, logit_rows=_NO_ROWS))
+    def follow(self, batch: ForwardBatch) -> None:
+        """Write the draft KV of a batch of the target's, by work on the current stream."""
+        self._launch(replace(batch, logit_rows=_NO_ROWS))
 
     def propose(
         self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]
@@ -210,13 +240,9 @@ class DraftModel:
         """
         if not sequences:
             return []
-        tables = self._runner.own_tables(page_tables)
-        self._check_tables(sequences, tables)
-        # Penalties count the guesses before: the host must know them.
-        if samples_on(self._runner.device) and not any(
-            one.row.params.reads_output for one in sequences
-        ):
-            return self._guess_there(sequences, tables)
+        if (pending := self.begin(sequences, page_tables)) is not None:
+            return pending.read()
+        tables = self._own_tables(sequences, page_tables)
         guesses: list[list[int]] = [[] for _ in sequences]
         asked = [index for index, one in enumerate(sequences) if one.count > 0]
         logits = self._runner.forward(_new_batch(sequences, tables, asked))
@@ -233,22 +259,36 @@ class DraftModel:
             for one, ids in zip(sequences, guesses, strict=True)
         ]
 
-    def _guess_there(
-        self, sequences: Sequence[DraftRequest], tables: tuple[Int32Array, ...]
-    ) -> list[DraftProposal]:
-        """Guess on the device: each forward begins with guesses that the host does not know yet.
+    def begin(
+        self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]
+    ) -> PendingGuesses | None:
+        """Begin to guess as `propose`, by work on the current stream; the host need not wait.
 
-        The host waits once for all guesses. A sequence whose logits are not finite goes on with any
-        token; its guesses are cut there.
+        Each forward begins with guesses that only the device knows. A sequence whose logits are not
+        finite goes on with any token.
+
+        Returns:
+            The guesses; None, with nothing done, if the host has to know each before the next.
         """
+        # Penalties count the guesses before: the host must know them.
+        if not samples_on(self._runner.device) or any(
+            one.row.params.reads_output for one in sequences
+        ):
+            return None
+        tables = self._own_tables(sequences, page_tables)
         asked = [index for index, one in enumerate(sequences) if one.count > 0]
-        drawn: list[tuple[list[int], Draws]] = []
+        places: list[list[int]] = [[] for _ in sequences]
+        drawn: list[Draws] = []
+        count = 0
         logits = self._launch(_new_batch(sequences, tables, asked))
         while asked:
             done = len(drawn)
             rows = [sequences[index].row_after([_UNKNOWN] * done) for index in asked]
             draws = launch(logits, rows, logprobs=False)
-            drawn.append((asked, draws))
+            drawn.append(draws)
+            for place, index in enumerate(asked, count):
+                places[index].append(place)
+            count += len(asked)
             going = [index for index in asked if sequences[index].count > done + 1]
             if not going:
                 break
@@ -258,7 +298,7 @@ class DraftModel:
             pending = PendingIds(np.arange(len(going)), sources, draws.ids)
             logits = self._launch(replace(batch, pending=pending))
             asked = going
-        return _read_guesses(sequences, drawn)
+        return PendingGuesses(sequences, join_draws(drawn) if drawn else None, places)
 
     def _launch(self, batch: ForwardBatch) -> torch.Tensor:
         """Launch a forward behind the one before, which may still run: there are two plans."""
@@ -267,15 +307,17 @@ class DraftModel:
         self._before_latest, self._latest = self._latest, self._runner.record()
         return logits
 
-    def _check_tables(
-        self, sequences: Sequence[DraftRequest], tables: Sequence[Int32Array]
-    ) -> None:
-        """Assert that every page to be written exists: -1 would index the pool's last page."""
+    def _own_tables(
+        self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]
+    ) -> tuple[Int32Array, ...]:
+        """The tables of its pools, with every page to be written: -1 would be the pool's last."""
         assert self._page_size, "bind pools first"
+        tables = self._runner.own_tables(page_tables)
         assert all(one.new_ids and one.kv_len >= 0 for one in sequences)
         last_pages = np.array([(one.kv_end - 1) // self._page_size for one in sequences])
         for table in tables:
             assert (table[np.arange(len(sequences)), last_pages] >= 0).all()
+        return tables
 
     def _guess(
         self,
@@ -328,23 +370,6 @@ def _one_each_batch(
         page_tables=tuple(table[going] for table in tables),
         logit_rows=np.arange(count, dtype=np.int64),
     )
-
-
-def _read_guesses(
-    sequences: Sequence[DraftRequest], drawn: Sequence[tuple[Sequence[int], Draws]]
-) -> list[DraftProposal]:
-    """Wait for all guesses; those of a sequence end before its first that is no token."""
-    guesses: list[list[int]] = [[] for _ in sequences]
-    tokens = iter(join_draws([draws for _, draws in drawn]).read() if drawn else ())
-    for number, (asked, _) in enumerate(drawn):
-        for index in asked:
-            token = next(tokens)
-            if isinstance(token, SampledToken) and len(guesses[index]) == number:
-                guesses[index].append(token.token_id)
-    return [
-        DraftProposal(ids, one.kv_len_after(ids))
-        for one, ids in zip(sequences, guesses, strict=True)
-    ]
 
 
 def _sample_token_ids(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:

@@ -120,7 +120,7 @@ class ModelRunner:
         self._graph_options = graphs
         self._make_capture = capture
         self._graphs: DecodeGraphs | None = None
-        self._graph_logits = self._make_graph_logits(graphs)
+        self._graph_logits = None if graphs is None else self._make_graph_logits(room)
         with torch.inference_mode():
             package = self._attention.flashinfer_package
             elementwise = make_elementwise(
@@ -387,11 +387,10 @@ class ModelRunner:
             scales[pool].append(scale)
         return scales
 
-    def _make_graph_logits(self, options: GraphOptions | None) -> torch.Tensor | None:
+    def _make_graph_logits(self, room: GraphRoom | None) -> torch.Tensor:
         """The logits that all graphs write, allocated before pools are."""
-        if options is None:
-            return None
-        shape = (options.sizes.largest, self.config.vocab_size)
+        assert room is not None
+        shape = (room.most_rows, self.config.vocab_size)
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def _graph_room(self, options: GraphOptions | None) -> GraphRoom | None:
@@ -404,7 +403,10 @@ class ModelRunner:
                 raise UnsupportedOptionError(f"--cuda-graphs decode is {lack}")
             _say_no_graphs(lack)
             return None
-        return GraphRoom(options.sizes, self.max_model_len, options.required)
+        # Kernels of graphs do not know sequences that are shorter than what they bring.
+        windows = [window for window in self.config.pool_windows if window is not None]
+        most_each = min(options.most_each, self.max_model_len, *windows)
+        return GraphRoom(options.sizes, self.max_model_len, options.required, most_each)
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
         return tuple(map(self._attention.make, pools, self._kv_scales))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrelay.engine.executor.pending_drafts import PendingDrafts
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
@@ -29,6 +30,15 @@ class NgramDrafter:
             _index_of(state).propose(count) for state, count in zip(states, counts, strict=True)
         ]
 
+    def begin(
+        self,
+        states: Sequence[TokenState],
+        rows: Sequence[SamplingRow],
+        counts: Sequence[int],
+        page_tables: Sequence[Int32Array],
+    ) -> None:
+        """Return None: the host guesses."""
+
 
 def _index_of(state: TokenState) -> NgramIndex:
     """The index of all tokens that a state has by now."""
@@ -52,7 +62,7 @@ class ModelDrafter:
 
     def follow(self, batch: ForwardBatch) -> None:
         """Compute the same chunks of prompts with the draft model."""
-        self._model.forward(batch)
+        self._model.follow(batch)
 
     def propose(
         self,
@@ -62,12 +72,34 @@ class ModelDrafter:
         page_tables: Sequence[Int32Array],
     ) -> list[Sequence[int]]:
         """Compute the known tokens that the draft model lacks, then generate guesses."""
-        drafting = []
-        for state, row, count in zip(states, rows, counts, strict=True):
-            # KV that it wrote for rejected guesses is written again.
-            kv_len = min(state.draft_kv_len, len(state.token_ids) - 1)
-            drafting.append(DraftRequest(row, state.token_ids[kv_len:], count))
-        proposals = self._model.propose(drafting, page_tables)
+        proposals = self._model.propose(_requests(states, rows, counts), page_tables)
         for state, proposal in zip(states, proposals, strict=True):
             state.draft_kv_len = proposal.kv_len
         return [proposal.token_ids for proposal in proposals]
+
+    def begin(
+        self,
+        states: Sequence[TokenState],
+        rows: Sequence[SamplingRow],
+        counts: Sequence[int],
+        page_tables: Sequence[Int32Array],
+    ) -> PendingDrafts | None:
+        """Launch the same; None if the host must know each guess before the next."""
+        requests = _requests(states, rows, counts)
+        pending = self._model.begin(requests, page_tables)
+        if pending is None:
+            return None
+        for state, request in zip(states, requests, strict=True):
+            state.draft_kv_len = request.kv_end
+        return PendingDrafts(pending.ids, pending.places)
+
+
+def _requests(
+    states: Sequence[TokenState], rows: Sequence[SamplingRow], counts: Sequence[int]
+) -> list[DraftRequest]:
+    """List what to guess, each with the tokens whose draft KV is missing, or a rejected guess's."""
+    requests = []
+    for state, row, count in zip(states, rows, counts, strict=True):
+        kv_len = min(state.draft_kv_len, len(state.token_ids) - 1)
+        requests.append(DraftRequest(row, state.token_ids[kv_len:], count))
+    return requests

@@ -10,9 +10,11 @@ A GPU works by itself. There a step is launched while the one before it runs::
     results                                     [N's ids to the host]
 
 Step N+1 takes the tokens that N has sampled on the device, where they lie. A step that cannot be
-launched before the host knows these tokens waits for them (`must_wait`). A grammar is no such
-reason: N+1's forward is launched, and its sampling behind N's tokens and the masks that follow from
-them (`awaits_tokens`)::
+launched before the host knows these tokens waits for them (`must_wait`). After drafts, for example,
+their number decides where the next ones lie. A model's drafts may stay on the device until the step
+that verifies them has run (`PendingDrafts`). A grammar is no reason to wait: N+1's forward is
+launched, and its sampling behind N's tokens and the masks that follow from them
+(`awaits_tokens`)::
 
     host      launch N     forward N+1      home of N: masks, sample N+1           forward N+2
     forward             [ N: forward, sampling ][ N+1: forward          , sampling ]
@@ -35,6 +37,7 @@ from kvrelay.device.device_streams import ImmediateStreams, NoStaging, StagingSe
 from kvrelay.engine.executor.borrowed_threads import BorrowedThreads
 from kvrelay.engine.executor.counted_rows import CountedRows, CountedStep
 from kvrelay.engine.executor.grammar_masks import NO_MASKS, Allowed, GrammarMasks, PendingMasks
+from kvrelay.engine.executor.pending_drafts import PendingDrafts
 from kvrelay.engine.executor.step import LaunchedStep, Scheduled, Step, StepEnded, StepOutput
 from kvrelay.engine.executor.step_batch import (
     AwaitedIds,
@@ -114,6 +117,19 @@ class Drafter(Protocol):
         """Guess tokens that may follow each state, at most as many as `counts` says."""
         ...
 
+    def begin(
+        self,
+        states: Sequence[TokenState],
+        rows: Sequence[SamplingRow],
+        counts: Sequence[int],
+        page_tables: Sequence[Int32Array],
+    ) -> PendingDrafts | None:
+        """Begin to guess as many tokens as `counts` says, by work on the current stream.
+
+        Returns None, with nothing done, if the host guesses, or has to know the guesses.
+        """
+        ...
+
 
 class PageCopier:
     """A function that copies whole pages within pools, those of a draft model included."""
@@ -140,6 +156,9 @@ class LaunchedForward(LaunchedStep[RequestT]):
     """The places of the computed items in the step. The lists below have one entry for each."""
     items: Items = ()
     drafts: Drafts = ()
+    pending_drafts: PendingDrafts | None = None
+    """The drafts that only the device knows, which are `UNKNOWN` in `drafts` until they are read;
+    None: the host knows all."""
     allowed: Mapping[int, Allowed] = field(default_factory=dict)
     """The masks that grammars allow, by the place in `items`."""
     num_tokens: int = 0
@@ -176,6 +195,8 @@ class LaunchedForward(LaunchedStep[RequestT]):
         """Copy the results to the host; work behind `sample`."""
         if self.scoring is not None:
             self.scoring.send_home(bring)
+        if self.pending_drafts is not None:
+            self.pending_drafts.send_home(bring)
         self.sampling.send_home(bring)
 
 
@@ -260,6 +281,8 @@ class ModelExecutor:
         if None not in [item.token_state.broken for item in launched.items]:
             # The previous step has ended all of them, as if this one had not been launched.
             return StepEnded(step, outputs)
+        if launched.pending_drafts is not None:
+            launched.pending_drafts.read()
         samples = iter(launched.sampling.read())
         scored = _NO_SCORES if launched.scoring is None else launched.scoring.read()
         for place, index in enumerate(launched.live):
@@ -298,7 +321,8 @@ class ModelExecutor:
         tables = launched.step.page_tables
         if len(items) < len(launched.step.scheduled):
             tables = [table[launched.live] for table in tables]
-        drafts = self._propose(items, tables)
+        drafts, pending = self._propose(items, tables)
+        launched.pending_drafts = pending
         if self._masks is not None and not launched.awaits_tokens:
             drafts, launched.masks = self._masks.begin(items, drafts)
         launched.drafts = drafts
@@ -307,7 +331,7 @@ class ModelExecutor:
         launched.scoring = self._make_scoring(items, launched.rows)
         awaited = None
         if not self._streams.is_immediate:
-            awaited = find_awaited(items, batch.query_start, staging)
+            awaited = find_awaited(items, batch, pending, staging)
             batch = stage(batch, staging)
         threads = self.borrowed_threads
         with nullcontext() if threads is None else threads.chosen(launched.work):
@@ -351,26 +375,38 @@ class ModelExecutor:
         """Compute a batch; work on the forward's stream."""
         launched.logits = self._model.launch(batch if awaited is None else awaited.put_into(batch))
 
-    def _propose(self, items: Items, tables: Sequence[Int32Array]) -> Drafts:
-        """Draft for the items that want drafts and may generate a token behind them."""
+    def _propose(
+        self, items: Items, tables: Sequence[Int32Array]
+    ) -> tuple[Drafts, PendingDrafts | None]:
+        """Draft for the items that want drafts and may generate a token behind them.
+
+        The drafts stay on the device if the host needs none of them to launch the step.
+        """
         drafts: list[Sequence[int]] = [()] * len(items)
         if self._drafter is None:
-            return drafts
+            return drafts, None
         counts = [min(item.num_drafts, item.token_state.room - 1) for item in items]
         wanted = [i for i, count in enumerate(counts) if count > 0]
         if not wanted:
-            return drafts
+            return drafts, None
         states = [items[i].token_state for i in wanted]
         rows = [_sampling_row(state, state.choices[0]) for state in states]
         own = [table[wanted] for table in tables]
+        asked = (states, rows, [counts[i] for i in wanted], own)
+        # Grammars and penalties read the drafts before the tokens behind them are sampled.
+        are_read = any(items[i].has_grammar for i in wanted)
+        are_read = are_read or any(row.params.reads_output for row in rows)
+        pending = None
         try:
-            proposed = self._drafter.propose(states, rows, [counts[i] for i in wanted], own)
+            if self._draw is not None and not are_read:
+                pending = self._drafter.begin(*asked)
+            proposed = self._drafter.propose(*asked) if pending is None else pending.drafts
         except Exception:  # no request's tokens depend on a guess
             logger.exception("drafting failed; the step goes on without drafts")
-            return drafts
+            return drafts, None
         for i, draft in zip(wanted, proposed, strict=True):
             drafts[i] = draft
-        return drafts
+        return drafts, pending
 
     def _follow(self, items: Items, tables: Sequence[Int32Array]) -> None:
         """Let the drafter compute the chunks of prompts that the model has computed."""

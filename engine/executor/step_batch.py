@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from kvrelay.device.device_streams import StagingSet
+from kvrelay.engine.executor.pending_drafts import PendingDrafts
 from kvrelay.engine.executor.step import Scheduled
+from kvrelay.engine.executor.token_state import UNKNOWN
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array, PendingIds
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
 from kvrelay.model_runner.torch_options import pin_to_device
@@ -107,30 +109,52 @@ def make_batch(
 
 @dataclass(frozen=True, slots=True)
 class AwaitedIds:
-    """The tokens of a batch that the previous step samples, as in `PendingIds`."""
+    """The tokens of a batch that only the device knows, as in `PendingIds`.
+
+    `sources` are indices into the pending drafts, behind which the previous step's samples come.
+    """
 
     places: Int64Array
     sources: Int64Array
-    sampling: StepSampling
-    """The sampling of the previous step."""
+    sampling: StepSampling | None
+    """The sampling of the previous step; None: all of its tokens are known."""
+    drafts: PendingDrafts | None
 
     def put_into(self, batch: ForwardBatch) -> ForwardBatch:
-        """Fill in the previous step's samples, by work on the stream behind that step."""
-        return replace(batch, pending=PendingIds(self.places, self.sources, self.sampling.ids))
+        """Fill the tokens in, by work on the stream behind what makes them."""
+        parts = [] if self.drafts is None else [self.drafts.ids]
+        if self.sampling is not None:
+            parts.append(self.sampling.ids)
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return replace(batch, pending=PendingIds(self.places, self.sources, tokens))
 
 
-def find_awaited(items: Items, query_start: Int32Array, staging: StagingSet) -> AwaitedIds | None:
-    """Find the items' next tokens that are not known yet. Returns None if all are known."""
+def find_awaited(
+    items: Items, batch: ForwardBatch, drafts: PendingDrafts | None, staging: StagingSet
+) -> AwaitedIds | None:
+    """Find the batch's tokens that are not known yet. Returns None if all are known."""
     found = [
         (begin, pending)
-        for item, begin in zip(items, query_start.tolist(), strict=False)
+        for item, begin in zip(items, batch.query_start.tolist(), strict=False)
         if (pending := item.token_state.pending) is not None
     ]
-    if not found:
+    places = [begin for begin, _ in found]
+    sources = [pending.row for _, pending in found]
+    if drafts is not None:
+        # In the order of the items, as their drafts are.
+        unknown = np.setdiff1d(np.flatnonzero(batch.input_ids == UNKNOWN), places)
+        first = len(drafts.ids)
+        sources = [place for own in drafts.sources for place in own] + [
+            first + source for source in sources
+        ]
+        places = [*unknown.tolist(), *places]
+    if not places:
         return None
-    places = np.array([begin for begin, _ in found], np.int64)
-    sources = np.array([pending.row for _, pending in found], np.int64)
-    return AwaitedIds(staging.put(places), staging.put(sources), found[0][1].sampling)
+    sampling = found[0][1].sampling if found else None
+    put = staging.put
+    return AwaitedIds(
+        put(np.array(places, np.int64)), put(np.array(sources, np.int64)), sampling, drafts
+    )
 
 
 def stage(batch: ForwardBatch, staging: StagingSet) -> ForwardBatch:

@@ -245,13 +245,19 @@ def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
 
 def graph_options(config: WorkerConfig) -> GraphOptions | None:
     """Find the CUDA graphs to capture; None: none. Raises ValueError, as `load_model`."""
-    sizes = _graph_sizes(config)
+    sizes, most_each = _graph_sizes(config), 1 + config.drafts_for(True)
     match config.cuda_graphs:
         case CudaGraphs.AUTO if parse_device(config.device).type == "cuda":
-            return GraphOptions(sizes, config.page_size, required=False)
+            return GraphOptions(sizes, config.page_size, required=False, most_each=most_each)
         case CudaGraphs.DECODE:
-            return GraphOptions(sizes, config.page_size)
+            return GraphOptions(sizes, config.page_size, most_each=most_each)
     return None
+
+
+def draft_graph_options(config: WorkerConfig) -> GraphOptions | None:
+    """Find the same for a draft model, which lacks a second token where all guesses were kept."""
+    options = graph_options(config)
+    return None if options is None else replace(options, most_each=2)
 
 
 def _graph_sizes(config: WorkerConfig) -> GraphSizes:
@@ -276,7 +282,7 @@ def _load_draft(
         config.device,
         config.attention,
         config.kv_dtype,
-        graph_options(config),
+        draft_graph_options(config),
         attention_splits=config.attention_splits,
         on_read=on_read,
         kernel_threads=target.kernel_threads,

@@ -38,7 +38,7 @@ from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.config.cuda_graphs import GraphRoom
+from kvrelay.model_runner.config.cuda_graphs import GraphRoom, GraphShape
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
 
@@ -224,7 +224,7 @@ class FlashInfer:
         self._wrappers: dict[int | None, WrapperSets] = {}
         self.graph_buffers: GraphBuffers | None = None
         """The memory of CUDA graphs; None: there are none."""
-        self._graph_wrappers: dict[tuple[int, int], Wrapper] = {}
+        self._graph_wrappers: dict[tuple[int, GraphShape], Wrapper] = {}
         self._ragged: tuple[Wrapper, ...] = ()
 
     @property
@@ -265,19 +265,23 @@ class FlashInfer:
     def make_graph_parts(
         self, geometries: Sequence[KVGeometry], heads: QueryHeads, room: GraphRoom
     ) -> None:
-        """Make the memory for the CUDA graphs of a model's pools, and a wrapper for each size."""
-        most_pages = [one.pages_for(room.max_tokens) for one in geometries]
-        buffers = GraphBuffers(geometries, room.sizes, most_pages, self._device)
+        """Make the memory for the CUDA graphs of a model's pools, and a wrapper for each shape."""
+        buffers = GraphBuffers(geometries, room, self._device)
         self.graph_buffers = buffers
         for pool, geometry in enumerate(geometries):
-            make = self._make_latent_graph if geometry.latent else self._make_grouped_graph
-            for size in room.sizes.sizes:
-                wrapper = make(geometry, heads, buffers.of_wrapper(pool, size))
-                self._graph_wrappers[pool, size] = wrapper
+            for shape in room.shapes:
+                arrays = buffers.of_wrapper(pool, shape)
+                if geometry.latent:
+                    wrapper = self._make_latent_graph(arrays)
+                else:
+                    wrapper = self._make_decode(
+                        geometry, heads, shape.each, use_cuda_graph=True, **arrays
+                    )
+                self._graph_wrappers[pool, shape] = wrapper
 
-    def graph_wrapper(self, pool: int, size: int) -> Wrapper:
-        """The wrapper of a pool's graph of `size` sequences, made before."""
-        return self._graph_wrappers[pool, size]
+    def graph_wrapper(self, pool: int, shape: GraphShape) -> Wrapper:
+        """The wrapper of a pool's graph of this shape, made before."""
+        return self._graph_wrappers[pool, shape]
 
     def csr_metadata(self, *arrays: torch.Tensor) -> object:
         """The metadata that the latents' wrapper takes its arrays in."""
@@ -296,9 +300,7 @@ class FlashInfer:
         # fa2 runs from sm_80 on and reads latents in place, whatever the page's size.
         return (self.package.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2"),)
 
-    def _make_latent_graph(
-        self, _geometry: KVGeometry, _heads: QueryHeads, buffers: Mapping[str, torch.Tensor]
-    ) -> Wrapper:
+    def _make_latent_graph(self, buffers: Mapping[str, torch.Tensor]) -> Wrapper:
         wrapper: Wrapper = self.package.mla.BatchMLAPagedAttentionWrapper(
             self._workspace, use_cuda_graph=True, backend="fa2", **buffers
         )
@@ -310,20 +312,18 @@ class FlashInfer:
         )
         return (prefill, self._make_decode(geometry, heads))
 
-    def _make_grouped_graph(
-        self, geometry: KVGeometry, heads: QueryHeads, buffers: Mapping[str, torch.Tensor]
+    def _make_decode(
+        self, geometry: KVGeometry, heads: QueryHeads, tokens_each: int = 1, **options: Any
     ) -> Wrapper:
-        return self._make_decode(geometry, heads, use_cuda_graph=True, **buffers)
-
-    def _make_decode(self, geometry: KVGeometry, heads: QueryHeads, **options: Any) -> Wrapper:
         group = heads.num_heads // geometry.num_kv_heads
+        on_cuda_cores = group in CUDA_CORE_GROUPS and tokens_each == 1
         wrapper: Wrapper = self.package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             kv_layout="HND",
             # The only one that has decode kernels for single tokens.
             backend="fa2",
             # Kernels without tensor cores have no option not to divide.
-            use_tensor_cores=group not in CUDA_CORE_GROUPS or not self._divides,
+            use_tensor_cores=not on_cuda_cores or not self._divides,
             **options,
         )
         return wrapper
@@ -413,7 +413,10 @@ class FlashInferAttention:
         return plan, gather_page_ids(self.table.update(page_table), plan)
 
     def plan_decode(self, wrapper: Wrapper, plan: PagedPlan, page_ids: torch.Tensor) -> None:
-        """Plan kernels for one new token of each sequence; kernels of latents take any number."""
+        """Plan kernels for one new token of each sequence; kernels of latents take any number.
+
+        Wrappers of graphs also take a larger number, the same for all sequences.
+        """
         if self.pool.geometry.latent:
             self._plan_latent(wrapper, plan, page_ids)
         else:
@@ -421,6 +424,7 @@ class FlashInferAttention:
             wrapper.plan(
                 *self._pages(plan, page_ids),
                 head_dim=geometry.head_dim,
+                q_len_per_req=plan.tokens_each,
                 **self.flashinfer.split_options,
                 **self._options(),
             )
@@ -440,6 +444,7 @@ class FlashInferAttention:
                 page_ids,
                 as_tensor(plan.last_page_len),
                 head_dim=geometry.head_dim,
+                q_len_per_req=plan.tokens_each,
                 **self.flashinfer.split_options,
                 **self._options(),
             )
@@ -452,7 +457,7 @@ class FlashInferAttention:
             latest._int_workspace_buffer,
             latest._pin_memory_int_workspace_buffer,
             *map(as_tensor, arrays),
-            heads.num_heads,
+            heads.num_heads + self.empty_heads(is_decode=plan.is_decode),
             heads.value_dim,
             True,
         )
@@ -468,13 +473,13 @@ class FlashInferAttention:
             **self._options(),
         )
 
-    def empty_heads(self, plan: PagedPlan) -> int:
+    def empty_heads(self, *, is_decode: bool) -> int:
         """The query heads to be planned behind the model's own, with nothing in them.
 
         A tile of queries over latents must not end within a token, unless it has one sequence's
-        only token.
+        only token, as in a step of decode.
         """
-        if plan.is_decode or not self.pool.geometry.latent:
+        if is_decode or not self.pool.geometry.latent:
             return 0
         return fitting_heads(self.heads.num_heads) - self.heads.num_heads
 
@@ -532,7 +537,7 @@ class FlashInferAttention:
         starts = (to_host(plan.query_indptr), to_host(plan.kv_indptr))
         wrapper.plan(
             metadata=self.flashinfer.csr_metadata(*starts, page_ids, to_host(plan.kv_lens)),
-            num_heads=heads.num_heads + self.empty_heads(plan),
+            num_heads=heads.num_heads + self.empty_heads(is_decode=plan.is_decode),
             head_dim_ckv=heads.value_dim,
             head_dim_kpe=geometry.head_dim - heads.value_dim,
             page_size=geometry.page_size,
@@ -569,7 +574,8 @@ class FlashInferStepAttention:
         count, decodes = len(plan.last_page_len), plan.num_decodes
         if plan.is_decode or backend.pool.geometry.latent:
             backend.plan_decode(wrappers[-1], plan, page_ids)
-            return [PlannedRows(wrappers[-1], slice(None), backend.empty_heads(plan))]
+            empty_heads = backend.empty_heads(is_decode=plan.is_decode)
+            return [PlannedRows(wrappers[-1], slice(None), empty_heads)]
         parts = []
         if decodes:
             backend.plan_decode(wrappers[-1], *_part_of(plan, page_ids, 0, decodes))

@@ -1,9 +1,10 @@
-"""The arrays of a step of decode at fixed addresses, as CUDA graphs read them.
+"""The arrays of a step at fixed addresses, as CUDA graphs read them.
 
 All arrays of a step lie in one block of device memory, and one copy brings them there from one
-piece of pinned memory. Those whose lengths the graph's size decides come first::
+piece of pinned memory. Those whose lengths the graph's shape decides come first::
 
-    input ids | positions | for each pool `PoolArrays` | tokens awaited, changes of page tables
+    input ids | positions | for each pool `PoolArrays` | tokens awaited, rows of logits,
+                                                         changes of page tables
 
 Page ids are not among them. They are gathered on the device, into memory that stays.
 """
@@ -22,15 +23,17 @@ from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.model_runner.attention.device_table import take_page_ids
 from kvrelay.model_runner.attention.paged_plan import PagedPlan
 from kvrelay.model_runner.batch import Int32Array
-from kvrelay.model_runner.config.cuda_graphs import GraphSizes
+from kvrelay.model_runner.config.cuda_graphs import GraphRoom, GraphShape
 
 HostArray: TypeAlias = npt.NDArray[Any]
 MOST_CHANGES: Final = 4
 """The changes of a page table, for each sequence, that come with a step's other arrays."""
 _ALIGNMENT: Final = 16
-_FIXED_BYTES: Final = 16
-"""The bytes a sequence of token ids and positions."""
-_POOL_BYTES: Final = 20
+_ROW_BYTES: Final = 40
+"""The bytes a token: its id, position, two of an awaited one, and a row of logits."""
+_POOL_ROW_BYTES: Final = 8
+"""The bytes a token of a pool's arrays."""
+_POOL_BYTES: Final = 12
 """The bytes a sequence of a pool's arrays."""
 
 
@@ -38,9 +41,9 @@ class PoolArrays(NamedTuple):
     """The arrays of one pool in a `StepBlock`, int32 on the device."""
 
     new_pages: torch.Tensor
-    """``[size]`` pages that new tokens are written to."""
+    """``[rows]`` pages that new tokens are written to."""
     new_slots: torch.Tensor
-    """``[size]`` places of new tokens in their pages."""
+    """``[rows]`` places of new tokens in their pages."""
     indptr: torch.Tensor
     """``[size + 1]``, `PagedPlan.kv_indptr`."""
     lengths: torch.Tensor
@@ -50,30 +53,31 @@ class PoolArrays(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """The arrays whose lengths a graph's size decides, on the device."""
+    """The arrays whose lengths a graph's shape decides, on the device."""
 
     input_ids: torch.Tensor
-    """``[size]`` int64"""
+    """``[rows]`` int64"""
     positions: torch.Tensor
-    """``[size]`` int64"""
+    """``[rows]`` int64"""
     pools: Sequence[PoolArrays]
 
 
 class StepBlock:
-    """Device memory for the arrays of one step; graphs of all sizes share it.
+    """Device memory for the arrays of one step; all graphs share it.
 
     Args:
-        sizes: the sizes of graphs.
+        room: the graphs.
         num_pools: the pools of a step.
         device: the pools' device.
     """
 
-    def __init__(self, sizes: GraphSizes, num_pools: int, device: torch.device) -> None:
+    def __init__(self, room: GraphRoom, num_pools: int, device: torch.device) -> None:
         self._num_pools = num_pools
-        changes = 2 * 4 * MOST_CHANGES
-        each = 2 * _FIXED_BYTES + num_pools * (_POOL_BYTES + changes)
-        pieces = 4 + 6 * num_pools
-        nbytes = each * sizes.largest + 2 * _ALIGNMENT * pieces
+        a_sequence = num_pools * (_POOL_BYTES + 2 * 4 * MOST_CHANGES)
+        a_row = _ROW_BYTES + num_pools * _POOL_ROW_BYTES
+        pieces = 5 + 6 * num_pools
+        nbytes = a_sequence * room.sizes.largest + a_row * room.most_rows
+        nbytes += 2 * _ALIGNMENT * pieces
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     @property
@@ -81,13 +85,14 @@ class StepBlock:
         """The device memory that is taken, in bytes."""
         return self._memory.nbytes
 
-    def arrays(self, size: int) -> StepArrays:
-        """The arrays of the graph of `size` sequences; those of other sizes lie in the same place.
+    def arrays(self, shape: GraphShape) -> StepArrays:
+        """The arrays of one graph; those of others lie in the same place.
 
         `send` writes the first arrays that it is given here, if these have the same lengths.
         """
-        int64, pool = np.empty(size, np.int64), [np.empty(size, np.int32)] * 5
-        pool[2] = np.empty(size + 1, np.int32)
+        int64, rows = np.empty(shape.rows, np.int64), np.empty(shape.rows, np.int32)
+        indptr, sequences = np.empty(shape.size + 1, np.int32), np.empty(shape.size, np.int32)
+        pool = [rows, rows, indptr, sequences, sequences]
         ids, positions, *others = self._views([int64, int64, *(pool * self._num_pools)])
         pools = [PoolArrays(*others[i : i + 5]) for i in range(0, len(others), 5)]
         return StepArrays(ids, positions, pools)
@@ -174,32 +179,32 @@ class GraphBuffers:
 
     Args:
         geometries: those of its pools.
-        sizes: the sizes of graphs.
-        most_pages: the most pages of a sequence, in each pool.
+        room: the graphs, and the longest sequence.
         device: the pools' device.
     """
 
     def __init__(
-        self,
-        geometries: Sequence[KVGeometry],
-        sizes: GraphSizes,
-        most_pages: Sequence[int],
-        device: torch.device,
+        self, geometries: Sequence[KVGeometry], room: GraphRoom, device: torch.device
     ) -> None:
-        self.block = StepBlock(sizes, len(geometries), device)
-        self.pages = [GraphPages(sizes.largest * most, device) for most in most_pages]
-        self._query_indptr = torch.arange(sizes.largest + 1, dtype=torch.int32, device=device)
+        largest = room.sizes.largest
+        self.block = StepBlock(room, len(geometries), device)
+        self.pages = [
+            GraphPages(largest * one.pages_for(room.max_tokens), device) for one in geometries
+        ]
+        places = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._query_indptr = {each: places * each for each in {one.each for one in room.shapes}}
         self._latent = [geometry.latent for geometry in geometries]
 
     @property
     def nbytes(self) -> int:
         """The device memory that is taken, in bytes."""
         pages = sum(one.ids.nbytes for one in self.pages)
-        return self.block.nbytes + pages + self._query_indptr.nbytes
+        indptr = sum(one.nbytes for one in self._query_indptr.values())
+        return self.block.nbytes + pages + indptr
 
-    def of_wrapper(self, pool: int, size: int) -> Mapping[str, torch.Tensor]:
-        """The buffers that a pool's wrapper of `size` sequences reads, by FlashInfer's names."""
-        arrays, ids = self.block.arrays(size).pools[pool], self.pages[pool].ids
+    def of_wrapper(self, pool: int, shape: GraphShape) -> Mapping[str, torch.Tensor]:
+        """The buffers that a pool's wrapper for one graph reads, by FlashInfer's names."""
+        arrays, ids = self.block.arrays(shape).pools[pool], self.pages[pool].ids
         if not self._latent[pool]:
             return {
                 "paged_kv_indptr_buffer": arrays.indptr,
@@ -207,7 +212,7 @@ class GraphBuffers:
                 "paged_kv_last_page_len_buffer": arrays.lengths,
             }
         return {
-            "qo_indptr": self._query_indptr[: size + 1],
+            "qo_indptr": self._query_indptr[shape.each][: shape.size + 1],
             "kv_indptr": arrays.indptr,
             "kv_indices": ids,
             "kv_len_arr": arrays.lengths,

@@ -42,6 +42,11 @@ class PagedPlan:
         return self.num_decodes == len(self.last_page_len)
 
     @property
+    def tokens_each(self) -> int:
+        """The new tokens of each sequence, of which all bring the same number."""
+        return int(self.query_indptr[1])
+
+    @property
     def num_pages(self) -> int:
         """The pages of all sequences; one that sequences share counts for each."""
         return int(self.kv_indptr[-1])

@@ -5,10 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 _MOST: Final = 512
 """The sequences of the largest graph, unless sizes are given."""
+MOST_DRAFTED_ROWS: Final = 512
+"""The most tokens of a step with drafts that is a graph.
+
+A GPU takes longer for more of them than the host takes to launch their kernels.
+"""
 
 
 class CudaGraphs(StrEnum):
@@ -19,7 +24,7 @@ class CudaGraphs(StrEnum):
     OFF = "off"
     """Every kernel is launched by itself."""
     DECODE = "decode"
-    """Steps in which each sequence brings one token are launched as one graph."""
+    """Steps in which each sequence brings one token, or drafts, are launched as one graph."""
 
 
 class GraphSizes:
@@ -68,6 +73,20 @@ class GraphSizes:
         return self.sizes[place] if count > 0 and place < len(self.sizes) else None
 
 
+class GraphShape(NamedTuple):
+    """The steps of one graph, to which others are padded."""
+
+    size: int
+    """The number of sequences."""
+    each: int
+    """The number of tokens that each sequence brings."""
+
+    @property
+    def rows(self) -> int:
+        """The tokens of a step."""
+        return self.size * self.each
+
+
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
     """The graphs that a model gets, and their pools: their memory is allocated before pools are."""
@@ -77,6 +96,8 @@ class GraphOptions:
     """Tokens a page of the pools that there will be."""
     required: bool = True
     """Whether a model is refused that can have no graphs; else it runs without, and says why."""
+    most_each: int = 1
+    """The most tokens of a sequence in a step that does not compute prompts: 1 and its drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +109,28 @@ class GraphRoom:
     """The most tokens of a sequence."""
     required: bool = True
     """See `GraphOptions`."""
+    most_each: int = 1
+    """The most tokens that a sequence brings."""
+
+    @property
+    def shapes(self) -> tuple[GraphShape, ...]:
+        """The graphs: one of decode for each size, and for the smaller ones one of drafts."""
+        sizes = self.sizes.sizes
+        shapes = [GraphShape(size, 1) for size in sizes]
+        if self.most_each > 1:
+            drafted = (GraphShape(size, self.most_each) for size in sizes)
+            shapes += [one for one in drafted if one.rows <= MOST_DRAFTED_ROWS]
+        return tuple(shapes)
+
+    @property
+    def most_rows(self) -> int:
+        """The most tokens of a step."""
+        return max(shape.rows for shape in self.shapes)
+
+    def shape_of(self, count: int, each: int) -> GraphShape | None:
+        """The smallest graph for `count` sequences of up to `each` tokens; None: there is none."""
+        size = self.sizes.of(count)
+        if size is None or each > self.most_each:
+            return None
+        shape = GraphShape(size, 1 if each == 1 else self.most_each)
+        return shape if each == 1 or shape.rows <= MOST_DRAFTED_ROWS else None

@@ -1,16 +1,19 @@
-"""Steps of decode as CUDA graphs: one for each of some numbers of sequences.
+"""Steps of decode as CUDA graphs: one for each of some numbers of sequences, and one for drafts.
 
-A graph reads and writes the same addresses each time. So a step's arrays are padded to the size of
+A graph reads and writes the same addresses each time. So a step's arrays are padded to the shape of
 the next larger graph. One copy from pinned memory brings all of them to the addresses that the
 graph was captured with. FlashInfer plans outside of the graph, also into fixed memory, and
 only if the plan would be another one. Then all kernels are launched at once.
+
+A step in which each sequence brings one token has a graph of one row a sequence. If some bring
+more, because their drafts are verified, each takes as many rows as a sequence brings at most.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,19 +22,19 @@ from kvrelay.device.device_streams import PASSED, DeviceEvent, Staging, StagingS
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
 from kvrelay.model_runner.attention.flashinfer_buffers import HostArray, StepBlock
-from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array
-from kvrelay.model_runner.config.cuda_graphs import GraphRoom
+from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.config.cuda_graphs import GraphRoom, GraphShape
 from kvrelay.model_runner.graphs.capture import Capture, Graph
 from kvrelay.model_runner.graphs.graph_step import GraphStep
+from kvrelay.model_runner.graphs.padding import PaddedBatch, empty_batch, pad_batch, tokens_each
 from kvrelay.model_runner.layers.decoder import Decoder, StepInputs
-from kvrelay.model_runner.torch_options import pin_to_device
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticStep:
-    """The memory of the steps of one graph's size."""
+    """The memory of the steps of one graph."""
 
     block: StepBlock
     inputs: StepInputs
@@ -39,43 +42,54 @@ class StaticStep:
     """The attention of each pool."""
 
     def fill(
-        self, padded: ForwardBatch, staging: StagingSet, before_plan: Callable[[], None]
-    ) -> None:
+        self, padded: PaddedBatch, staging: StagingSet, before_plan: Callable[[], None]
+    ) -> torch.Tensor | None:
         """Fill the memory with `padded`, which is launched next. Not to be captured.
 
         Args:
             padded: the batch.
             staging: the memory that its arrays are copied from.
             before_plan: called before kernels are planned anew.
+
+        Returns:
+            The rows of the graph whose logits are wanted; None: its first ones.
         """
+        batch = padded.batch
         pools = [
             step.lay_out(padded, table)
-            for step, table in zip(self.attention, padded.page_tables, strict=True)
+            for step, table in zip(self.attention, batch.page_tables, strict=True)
         ]
-        fixed: list[HostArray] = [padded.input_ids, padded.positions]
+        fixed: list[HostArray] = [
+            padded.spread(batch.input_ids),
+            padded.spread(batch.positions),
+        ]
         for pool in pools:
             fixed += pool.arrays
-        pending = padded.pending
-        awaited = [] if pending is None else [pending.places, pending.sources]
-        changes = [pool.changes for pool in pools]
-        sent = [one for one in changes if one is not None]
-        arrived = self.block.send([*fixed, *awaited, *sent], staging)[len(fixed) :]
+        pending = batch.pending
+        others = [] if pending is None else [padded.rows[pending.places], pending.sources]
+        wanted = padded.rows[batch.logit_rows]
+        are_first = np.array_equal(wanted, np.arange(len(wanted)))
+        if not are_first:
+            others.append(wanted)
+        changes = [one for pool in pools if (one := pool.changes) is not None]
+        arrived = iter(self.block.send([*fixed, *others, *changes], staging)[len(fixed) :])
         if pending is not None:
-            places, sources, *arrived = arrived
+            places, sources = next(arrived), next(arrived)
             self.inputs.input_ids.index_copy_(0, places, pending.sampled[sources])
-        left = iter(arrived)
+        rows = None if are_first else next(arrived)
         for step, pool in zip(self.attention, pools, strict=True):
-            step.place(pool, None if pool.changes is None else next(left), before_plan)
+            step.place(pool, None if pool.changes is None else next(arrived), before_plan)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """The graph of the steps of one size."""
+    """The graph of the steps of one shape."""
 
     step: StaticStep
     graph: Graph
     logits: torch.Tensor
-    """``[size, vocab_size]`` float32, written by the graph: the first rows of all graphs'."""
+    """``[rows, vocab_size]`` float32, written by the graph: the first rows of all graphs'."""
 
 
 class DecodeGraphs:
@@ -85,9 +99,9 @@ class DecodeGraphs:
         decoder: the model.
         backends: the pools' backends.
         pools: the last page of each, which belongs to no request, is its dummy page.
-        room: the sizes of graphs, and the longest sequence.
-        logits: ``[largest size, vocab_size]`` float32, which all graphs write. With logits of their
-            own they would take memory for the sum of all sizes.
+        room: the shapes of graphs, and the longest sequence.
+        logits: ``[most rows, vocab_size]`` float32, which all graphs write. With logits of their
+            own they would take memory for the sum of all shapes.
         capture: records a graph.
         wait: returns when launched work is done.
         staging: the memory that steps' arrays are copied from.
@@ -118,15 +132,16 @@ class DecodeGraphs:
         self._filled: DeviceEvent = PASSED
         """The event behind the copies of the latest step's arrays and plans."""
         self._staging = staging
-        self._rows = torch.arange(room.sizes.largest, device=pools[0].data.device)
-        """The rows whose logits are wanted: all."""
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._rows = torch.arange(room.most_rows, device=pools[0].data.device)
+        """The rows whose logits are computed: all."""
+        self._page_size = pools[0].geometry.page_size
+        self._graphs: dict[GraphShape, DecodeGraph] = {}
 
     def capture_all(self) -> None:
         """Capture all graphs, the largest first: others then fit into its memory. Takes seconds."""
-        for size in reversed(self._room.sizes.sizes):
-            logger.info("capturing the CUDA graph of %d sequences", size)
-            self._graphs[size] = self._capture_one(size)
+        for shape in sorted(self._room.shapes, key=lambda one: one.rows, reverse=True):
+            logger.info("capturing the CUDA graph of %d sequences of %d tokens", *shape)
+            self._graphs[shape] = self._capture_one(shape)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor | None:
         """The logits of ``batch.logit_rows``; None, with nothing done, if no graph fits.
@@ -134,36 +149,49 @@ class DecodeGraphs:
         They are a copy, as all graphs write to the same memory: they may be read after the next
         forward.
         """
-        size = self._size_for(batch)
-        if size is None:
+        shape = self._shape_for(batch)
+        if shape is None:
             return None
-        chosen = self._graphs[size]
-        self._fill(chosen.step, pad_batch(batch, size, self._dummy_pages))
+        chosen = self._graphs[shape]
+        rows = self._fill(chosen.step, self._pad(batch, shape))
         chosen.graph.replay()
-        return _rows_of(chosen.logits, batch.logit_rows)
+        if rows is None:
+            return chosen.logits[: len(batch.logit_rows)].clone()
+        return chosen.logits[rows]
 
-    def _fill(self, step: StaticStep, padded: ForwardBatch) -> None:
+    def _pad(self, batch: ForwardBatch, shape: GraphShape) -> PaddedBatch:
+        return pad_batch(batch, shape, self._dummy_pages, self._page_size)
+
+    def _fill(self, step: StaticStep, padded: PaddedBatch) -> torch.Tensor | None:
         # FlashInfer copies a plan from memory that the next plan overwrites, so wait for that.
         # The copies come behind the step before the latest, whose results are on the host already.
         staging = self._staging.begin()
-        step.fill(padded, staging, self._filled.wait)
+        rows = step.fill(padded, staging, self._filled.wait)
         self._filled = self._record()
         staging.use_until(self._filled)
+        return rows
 
-    def _size_for(self, batch: ForwardBatch) -> int | None:
+    def _shape_for(self, batch: ForwardBatch) -> GraphShape | None:
         # A draft model's sequences may be longer than those that it was made for.
-        if not is_decode(batch) or batch.seq_lens.max() > self._room.max_tokens:
+        each = tokens_each(batch)
+        if each == 0 or batch.seq_lens.max() > self._room.max_tokens:
             return None
-        return self._room.sizes.of(len(batch.seq_lens))
+        shape = self._room.shape_of(len(batch.seq_lens), each)
+        # Several choices begin with the logits of one token.
+        if shape is None or len(batch.logit_rows) > shape.rows:
+            return None
+        # FlashInfer plans no sequence for more queries than it has tokens.
+        return shape if batch.seq_lens.min() >= shape.each else None
 
-    def _capture_one(self, size: int) -> DecodeGraph:
-        attention = [GraphStep(one, pool, size) for pool, one in enumerate(self._backends)]
+    def _capture_one(self, shape: GraphShape) -> DecodeGraph:
+        attention = [GraphStep(one, pool, shape) for pool, one in enumerate(self._backends)]
         block = attention[0].buffers.block
-        arrays = block.arrays(size)
-        inputs = StepInputs(arrays.input_ids, arrays.positions, self._rows[:size])
+        arrays = block.arrays(shape)
+        inputs = StepInputs(arrays.input_ids, arrays.positions, self._rows[: shape.rows])
         step = StaticStep(block, inputs, attention)
-        self._fill(step, pad_batch(empty_batch(len(attention)), size, self._dummy_pages))
-        logits = self._logits[:size]
+        pages = -(-shape.each // self._page_size)
+        self._fill(step, self._pad(empty_batch(len(attention), pages), shape))
+        logits = self._logits[: shape.rows]
 
         def work() -> None:
             logits.copy_(self._decoder.compute(step.inputs, step.attention))
@@ -172,51 +200,3 @@ class DecodeGraphs:
         work()
         self._wait()
         return DecodeGraph(step, self._capture(work), logits)
-
-
-def _rows_of(logits: torch.Tensor, rows: Int64Array) -> torch.Tensor:
-    if np.array_equal(rows, np.arange(len(rows))):
-        return logits[: len(rows)].clone()
-    return logits[pin_to_device(rows, logits.device)]
-
-
-def is_decode(batch: ForwardBatch) -> bool:
-    """Whether the batch has sequences, and each brings one token."""
-    return len(batch.seq_lens) > 0 and bool((np.diff(batch.query_start) == 1).all())
-
-
-def empty_batch(num_pools: int) -> ForwardBatch:
-    """A batch of no sequences."""
-    nothing, lengths = np.empty(0, np.int64), np.empty(0, np.int32)
-    tables = (np.empty((0, 1), np.int32),) * num_pools
-    return ForwardBatch(nothing, nothing, np.zeros(1, np.int32), lengths, tables, nothing)
-
-
-def pad_batch(batch: ForwardBatch, size: int, dummy_pages: Sequence[int]) -> ForwardBatch:
-    """`batch` (of decode) with further sequences, up to `size` in all.
-
-    Each further sequence has one token, 0, at position 0. It is written to the dummy page of each
-    pool, and sees nothing else: no page of a request is touched. The logits of all sequences are
-    wanted.
-    """
-    missing = size - len(batch.seq_lens)
-    assert missing >= 0
-    zeros, ones = np.zeros(missing, np.int64), np.ones(missing, np.int32)
-    return replace(
-        batch,
-        input_ids=np.concatenate((batch.input_ids, zeros)),
-        positions=np.concatenate((batch.positions, zeros)),
-        query_start=np.arange(size + 1, dtype=np.int32),
-        seq_lens=np.concatenate((batch.seq_lens, ones)),
-        page_tables=tuple(
-            _pad_table(table, missing, page)
-            for table, page in zip(batch.page_tables, dummy_pages, strict=True)
-        ),
-        logit_rows=np.arange(size, dtype=np.int64),
-    )
-
-
-def _pad_table(table: Int32Array, missing: int, dummy_page: int) -> Int32Array:
-    rows = np.full((missing, table.shape[1]), -1, np.int32)
-    rows[:, 0] = dummy_page
-    return np.concatenate((table, rows))

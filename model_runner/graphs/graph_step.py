@@ -11,8 +11,10 @@ import torch
 from kvrelay.model_runner.attention.device_table import TableUpdate, page_shifts
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention, PlannedRows
 from kvrelay.model_runner.attention.flashinfer_buffers import MOST_CHANGES
-from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
-from kvrelay.model_runner.batch import ForwardBatch, Int32Array, new_token_slots
+from kvrelay.model_runner.attention.paged_plan import PagedPlan
+from kvrelay.model_runner.batch import Int32Array
+from kvrelay.model_runner.config.cuda_graphs import GraphShape
+from kvrelay.model_runner.graphs.padding import PaddedBatch
 
 
 class LaidOutStep(NamedTuple):
@@ -35,40 +37,42 @@ class LaidOutStep(NamedTuple):
 
 
 class GraphStep:
-    """The `StepAttention` of all steps of `size` sequences, each with one new token.
+    """The `StepAttention` of all steps of one shape.
 
     Kernels of `attend` read the arrays that the latest step has left on the device.
 
     Args:
         backend: of the pool.
         pool: the pool's index.
-        size: the number of sequences.
+        shape: the shape of the steps.
     """
 
-    def __init__(self, backend: FlashInferAttention, pool: int, size: int) -> None:
+    def __init__(self, backend: FlashInferAttention, pool: int, shape: GraphShape) -> None:
         assert backend.flashinfer.graph_buffers is not None
         self._backend = backend
         self.buffers = backend.flashinfer.graph_buffers
         """The memory of all graphs."""
-        self._arrays = self.buffers.block.arrays(size).pools[pool]
+        self._arrays = self.buffers.block.arrays(shape).pools[pool]
         self._pages = self.buffers.pages[pool]
-        wrapper = backend.flashinfer.graph_wrapper(pool, size)
-        self._parts = [PlannedRows(wrapper, slice(None))]
+        wrapper = backend.flashinfer.graph_wrapper(pool, shape)
+        empty_heads = backend.empty_heads(is_decode=shape.each == 1)
+        self._parts = [PlannedRows(wrapper, slice(None), empty_heads)]
         self._new_tokens = backend.static_tokens(self._arrays.new_pages, self._arrays.new_slots)
         self._is_captured = False
         """Whether a plan was made by which the graph is captured."""
         self._planned: Int32Array | None = None
         """The `PagedPlan.kv_indptr` of the plan that the device has; None: it is unknown."""
 
-    def lay_out(self, batch: ForwardBatch, page_table: Int32Array) -> LaidOutStep:
-        """Lay `batch` out on the host."""
-        geometry = self._backend.pool.geometry
-        plan = plan_pages(batch, geometry)
+    def lay_out(self, padded: PaddedBatch, page_table: Int32Array) -> LaidOutStep:
+        """Lay a step out on the host."""
+        pool = self._backend.pool
+        plan = padded.plan(pool.geometry)
         table = self._backend.table.compare(page_table)
         shifts = page_shifts(plan, table.table.shape[1])
-        new = new_token_slots(batch, page_table, geometry.page_size)
-        lengths = plan.kv_lens if geometry.latent else plan.last_page_len
-        arrays = [*(one.astype(np.int32) for one in new), plan.kv_indptr, lengths, shifts]
+        dummy_page = pool.total_pages - 1
+        new = padded.new_token_slots(page_table, pool.geometry.page_size, dummy_page)
+        lengths = plan.kv_lens if pool.geometry.latent else plan.last_page_len
+        arrays = [*new, plan.kv_indptr, lengths, shifts]
         return LaidOutStep(plan, table, shifts, arrays)
 
     def place(
@@ -98,8 +102,9 @@ class GraphStep:
     def _needs_plan(self, plan: PagedPlan) -> bool:
         """Whether kernels would be planned in another way than by the latest plan.
 
-        FlashInfer divides decode by nothing but the number of each sequence's pages: DecodePlan and
-        PrefillPlan read no lengths. Kernels read how full last pages are from the graph's buffers.
+        FlashInfer divides steps of one shape by nothing but the number of each sequence's pages:
+        DecodePlan and PrefillPlan read no lengths. Kernels read how full last pages are from the
+        graph's buffers.
         A plan of latents has the lengths themselves.
         """
         if self._planned is None or self._backend.pool.geometry.latent:

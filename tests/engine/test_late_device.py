@@ -10,6 +10,7 @@ import queue
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation, reference
 from tests.engine.simulation.clockwork import Clockwork
-from tests.engine.simulation.model import GREEDY, CountingModel
+from tests.engine.simulation.model import FULL, GREEDY, CountingModel, GuessDrafter
 from tests.engine.simulation.storage import SharedPages
 from tests.engine.test_host_tier import ask, tier_counts
 from tests.engine.test_host_tier import in_little_memory as with_host_tier
@@ -184,7 +185,10 @@ class Flight:
         prompt_logprobs: int | None = None,
     ) -> None:
         self.device = LateStreams(random.Random(seed))
-        self.model = CountingModel([PoolShape("full", 64)], 4, None, self.device, counted_rows)
+        self.drafts = 0
+        self.drafter = GuessDrafter(seed, FULL, self.device)
+        pools = [PoolShape("full", 64)]
+        self.model = CountingModel(pools, 4, self.drafter, self.device, counted_rows)
         self.executor = self.model.executor
         self.states = [
             TokenState(
@@ -201,7 +205,9 @@ class Flight:
     def step(self, *numbers: int, tokens: int = 1, copies: Sequence[PageCopy] = ()) -> Step[int]:
         """Compute so many tokens of each of these states, and sample what follows them."""
         self._number += 1
-        items = [Scheduled(number, self.states[number], tokens, True) for number in numbers]
+        items = [
+            Scheduled(number, self.states[number], tokens, True, self.drafts) for number in numbers
+        ]
         tables = np.array([np.arange(8) + 8 * number for number in numbers], np.int32)
         return Step(self._number, items, (tables.reshape(len(items), 8),), copies)
 
@@ -231,6 +237,50 @@ def test_a_step_is_launched_without_the_tokens_of_the_one_before(
     pipeline.finish_all()
     for state, prompt in zip(flight.states, PROMPTS, strict=True):
         assert state.output_ids == reference(prompt, 11, sampling=sampling)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLINGS[1], PENALTIES])
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_are_verified_before_the_host_knows_them(
+    seed: int, sampling: SamplingParams
+) -> None:
+    """But for penalties, which read them; the host waits for no event but the step before."""
+    flight = Flight(seed, *PROMPTS, sampling=sampling)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    accepted = 0
+    assert not list(pipeline.launch(flight.step(0, 1, tokens=3)))
+    flight.drafts = 3
+    for _ in range(4):
+        for ended in pipeline.finish_all():
+            accepted += sum(output.num_accepted for output in ended.outputs)
+        flight.device.waits = 0
+        assert not list(pipeline.launch(flight.step(0, 1)))
+        assert not flight.device.waits, "the host waited while it launched"
+    pipeline.finish_all()
+    assert accepted
+    assert flight.drafter.begun == (0 if sampling is PENALTIES else 4)
+    for state, prompt in zip(flight.states, PROMPTS, strict=True):
+        assert len(state.output_ids) >= 5
+        assert state.output_ids == reference(prompt, len(state.output_ids), sampling=sampling)
+
+
+def test_drafts_stand_beside_a_token_that_nobody_knows() -> None:
+    """One sequence's drafts and another's latest token are put into one batch."""
+    flight = Flight(2, *PROMPTS)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    list(pipeline.launch(flight.step(0, 1, tokens=3)))
+    pipeline.finish_all()
+    verified = 0
+    for _ in range(5):
+        assert not list(pipeline.launch(flight.step(1)))
+        both = flight.step(0, 1)
+        items = [replace(both.scheduled[0], num_drafts=2), both.scheduled[1]]
+        assert not list(pipeline.launch(replace(both, scheduled=items)))
+        verified += sum(one.outputs[0].num_drafts for one in pipeline.finish_all())
+    assert verified
+    assert flight.drafter.begun == 5
+    for state, prompt in zip(flight.states, PROMPTS, strict=True):
+        assert state.output_ids == reference(prompt, len(state.output_ids))
 
 
 def test_what_only_the_host_counts_waits_for_the_latest_token() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.config import PrefixIndexKind, WorkerConfig
+from kvrelay.engine.config import PrefixIndexKind, Speculation, WorkerConfig
 from kvrelay.engine.worker import loading
-from kvrelay.engine.worker.loading import graph_options
+from kvrelay.engine.worker.loading import draft_graph_options, graph_options
 from kvrelay.engine.worker.memory import (
     check_tiers,
     divide_memory,
@@ -111,6 +111,16 @@ def test_a_gpu_has_graphs_unless_they_are_turned_off(monkeypatch: pytest.MonkeyP
     assert asked.required
     assert graph_options(config_of(device="cuda", cuda_graphs=CudaGraphs.OFF)) is None
     assert graph_options(config_of()) is None, "a CPU"
+
+
+def test_graphs_follow_the_draft_length() -> None:
+    options: dict[str, Any] = {"cuda_graphs": CudaGraphs.DECODE, "num_draft_tokens": 3}
+    found = []
+    for speculation in (Speculation.NONE, Speculation.NGRAM):
+        config = config_of(speculation=speculation, **options)
+        both = (graph_options(config), draft_graph_options(config))
+        found.append([None if one is None else one.most_each for one in both])
+    assert found == [[1, 2], [4, 2]]
 
 
 def test_sizes_that_are_none_are_named() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.known import known
 from tests.model_runner import flashinfer_elementwise_double
 from tests.model_runner.graph_double import Recording, kernel, launched
 
@@ -78,6 +79,11 @@ def check_pages(
     assert bool((last_page_len <= page_size).all())
     # As `flashinfer.page.get_seq_lens`.
     return Pages(indptr, indices, (counts - 1).clamp(min=0) * page_size + last_page_len)
+
+
+def check_tokens_each(tokens_each: int, pages: Pages) -> None:
+    """A first query would see nothing."""
+    assert int(pages.kv_lens.min()) >= tokens_each, "more queries than there are tokens"
 
 
 def check_page_ids(pages: Pages, total_pages: int) -> None:
@@ -201,6 +207,9 @@ class Grouped:
             paged_kv_last_page_len_buffer,
         )
         self._buffers = Buffers(*buffers) if use_cuda_graph else None
+        self._query_buffer: torch.Tensor | None = None
+        if paged_kv_indptr_buffer is not None:
+            self._query_buffer = torch.zeros_like(paged_kv_indptr_buffer)
         self._memory = PlanMemory()
         self.plans = self.fast_plans = self.runs = 0
 
@@ -224,6 +233,8 @@ class Grouped:
             arrays = (pages.indptr, pages.indices, options["last_page_len"])
             self._buffers.fill(*arrays, device=self._device)
             self._memory.make(pages.indptr.diff())
+            if not isinstance(self._query_buffer, FakeTensor):
+                known(self._query_buffer).copy_(query_indptr)
         self._query_indptr, self._pages, self._options = query_indptr, pages, options
         self.plans += 1
 
@@ -267,15 +278,15 @@ class Grouped:
         k_scale: float | None,
         v_scale: float | None,
     ) -> torch.Tensor:
-        options, pages = self._options, self._pages
+        options, pages, starts = self._options, self._pages, self._query_indptr
         if self._buffers is not None:
-            pages = self._buffers.pages(options["page_size"])
+            pages, starts = self._buffers.pages(options["page_size"]), known(self._query_buffer)
             counts = pages.indptr.diff()
             assert torch.equal(self._memory.first(len(counts)), counts), "a plan of other pages"
         out = torch.empty(q.shape, dtype=q.dtype)
         group = options["num_qo_heads"] // options["num_kv_heads"]
         for index, kv_len in enumerate(pages.kv_lens.tolist()):
-            rows = slice(*self._query_indptr[index : index + 2].tolist())
+            rows = slice(*starts[index : index + 2].tolist())
             gathered = [
                 # [pages, heads, page_size, dim] to [heads, tokens, dim]
                 (part[pages.of(index)].float() * (scale or 1.0))
@@ -345,13 +356,20 @@ class Decode(Grouped):
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
         disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
     ) -> None:
         options = {key: value for key, value in locals().items() if key != "self"}
         pages = check_pages(indptr, indices, last_page_len, page_size, self._device)
-        one_each = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
-        self._plan(one_each, pages, options | {"causal": False})
+        check_tokens_each(q_len_per_req, pages)
+        if q_len_per_req > 1:
+            assert self._tensor_cores, "kernels without tensor cores take one token a sequence"
+            assert self._backend == "fa2", "fa3 takes one token a sequence"
+        if self._buffers is not None and self.plans:
+            assert q_len_per_req == self._options["q_len_per_req"], "a graph's number is fixed"
+        starts = torch.arange(len(last_page_len) + 1, dtype=torch.int32) * q_len_per_req
+        self._plan(starts, pages, options | {"causal": q_len_per_req > 1})
 
-    def replan(self, indptr: torch.Tensor, indices: torch.Tensor, options: dict[str, Any]) -> None:
+    def replan(self, pages: Pages, indices: torch.Tensor, options: dict[str, Any]) -> None:
         """A plan for the arrays that the buffers have; the one before is overwritten at once."""
         assert Recording.current is None, "plan() is not captured"
         assert self._buffers is not None
@@ -361,7 +379,10 @@ class Decode(Grouped):
             assert indices.data_ptr() == self._buffers.indices.data_ptr(), "nobody copies page ids"
         assert options.items() <= self._options.items()
         with _disable_current_modes():
-            counts = indptr.diff()
+            check_tokens_each(options["q_len_per_req"], pages)
+            counts = pages.indptr.diff()
+        if options["q_len_per_req"] > 1:
+            known(self._query_buffer).copy_(self._query_indptr)
         self._memory.make(counts)
         self.fast_plans += 1
 
@@ -382,12 +403,13 @@ def fast_decode_plan(
     q_data_type: Any = None,
     kv_data_type: Any = None,
     disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
 ) -> None:
     arrays = ("self", "indptr", "indices", "last_page_len")
     options = {key: value for key, value in locals().items() if key not in (*arrays, "arrays")}
     with _disable_current_modes():
-        check_pages(indptr, indices, last_page_len, page_size, self._device)
-    self.replan(indptr, indices, options)
+        pages = check_pages(indptr, indices, last_page_len, page_size, self._device)
+    self.replan(pages, indices, options)
 
 
 @dataclass(frozen=True)
@@ -503,7 +525,11 @@ class Latent:
         with _disable_current_modes():
             check_indptr(qo_indptr, len(kv_len_arr))
             check_indptr(kv_indptr, len(kv_len_arr))
+            # The number of blocks in a cluster is in the graph.
             assert torch.equal(qo_indptr, self._options["metadata"].qo_indptr)
+            new = qo_indptr.diff()
+            assert bool((kv_len_arr >= new).all())
+            check_tiles(new.tolist(), kv_len_arr.tolist(), num_heads)
         options = (self._options["num_heads"], self._options["head_dim_ckv"])
         assert (num_heads, head_dim_o, causal) == (*options, self._options["causal"])
         self._memory.make(kv_indptr, kv_len_arr)

@@ -19,18 +19,19 @@ from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttent
 from kvrelay.model_runner.attention.flashinfer_buffers import GraphPages, StepBlock
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
-from kvrelay.model_runner.batch import ForwardBatch, PendingIds, new_token_slots
-from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
+from kvrelay.model_runner.batch import ForwardBatch, PendingIds
+from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphShape, GraphSizes
 from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
 from kvrelay.model_runner.errors import UnsupportedOptionError
-from kvrelay.model_runner.graphs import decode_graphs, graph_step
-from kvrelay.model_runner.graphs.decode_graphs import (
-    DecodeGraphs,
-    empty_batch,
-    is_decode,
-    pad_batch,
-)
+from kvrelay.model_runner.graphs import padding
+from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.graphs.graph_step import GraphStep
+from kvrelay.model_runner.graphs.padding import (
+    PaddedBatch,
+    empty_batch,
+    pad_batch,
+    tokens_each,
+)
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.wire.submit import SamplingParams
@@ -71,6 +72,7 @@ def make_running(
     order: PageOrder = PageOrder.PAGE_FIRST,
     kv_dtype: KVDtype = KVDtype.AUTO,
     splits: AttentionSplits = AttentionSplits.BATCH,
+    graphs: GraphOptions = GRAPHS,
 ) -> tuple[Sequences, Captures]:
     """Five sequences, and the graphs of 4, 2 and 1."""
     captures = Captures()
@@ -80,7 +82,7 @@ def make_running(
         "cpu",
         attention=AttentionChoice.FLASHINFER,
         kv_dtype=kv_dtype,
-        graphs=GRAPHS,
+        graphs=graphs,
         capture=captures,
         attention_splits=splits,
     )
@@ -229,10 +231,11 @@ def test_heads_of_other_dimensions_are_padded(
     assert not written[..., dim:].any()
 
 
-def first_page(table: np.ndarray, missing: int, _: int) -> np.ndarray:
-    rows = np.full((missing, table.shape[1]), -1, np.int32)
-    rows[:, 0] = table[0, 0]
-    return np.concatenate((table, rows))
+def first_page(table: np.ndarray, missing: int, pages: int, _: int) -> np.ndarray:
+    return PAD_TABLE(table, missing, pages, table[0, 0])
+
+
+PAD_TABLE = padding._pad_table
 
 
 def nothing_is_sent(self: StepBlock, arrays: list[np.ndarray], _: object) -> list[torch.Tensor]:
@@ -249,16 +252,19 @@ def old_pages(self: GraphPages, *_: object) -> bool:
 
 
 def first_slots(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
-    pages, slots = new_token_slots(*arguments)
+    pages, slots = NEW_TOKEN_SLOTS(*arguments)
     return pages, np.zeros_like(slots)
+
+
+NEW_TOKEN_SLOTS = PaddedBatch.new_token_slots
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (decode_graphs, "_pad_table", first_page),
+        (padding, "_pad_table", first_page),
         (StepBlock, "send", nothing_is_sent),
-        (graph_step, "new_token_slots", first_slots),
+        (PaddedBatch, "new_token_slots", first_slots),
         (GraphStep, "_needs_plan", old_plan),
         (GraphPages, "_holds", old_pages),
     ],
@@ -285,8 +291,14 @@ def test_padding_on_a_page_that_nobody_has_yet_is_found(
     running, _ = make_running(models, "llama")
     free = set(range(running.pools[0].total_pages - 1)) - set(running.page_tables[0].ravel())
     before = clear_dummy_pages(running)
-    pad = decode_graphs._pad_table
-    monkeypatch.setattr(decode_graphs, "_pad_table", lambda table, n, _: pad(table, n, min(free)))
+    monkeypatch.setattr(
+        padding, "_pad_table", lambda table, n, pages, _: PAD_TABLE(table, n, pages, min(free))
+    )
+    monkeypatch.setattr(
+        PaddedBatch,
+        "new_token_slots",
+        lambda self, table, size, _: NEW_TOKEN_SLOTS(self, table, size, min(free)),
+    )
     check_logits(run(running, tokens), models, "llama", tokens)
     with pytest.raises(AssertionError):
         check_pages(running, before)
@@ -315,7 +327,7 @@ def test_the_largest_is_captured_first_and_memory_is_counted_before(models: Mode
     runner.capture_graphs()
     assert flashinfer.nbytes == counted
     assert runner._graphs is not None
-    assert list(runner._graphs._graphs) == [4, 2, 1]
+    assert [shape.size for shape in runner._graphs._graphs] == [4, 2, 1]
     assert len(captures.graphs) == 3
 
 
@@ -544,16 +556,16 @@ def test_padded_batch() -> None:
         (np.array([[3, 4, -1], [5, -1, -1]], np.int32),),
         np.array([1]),
     )
-    assert is_decode(batch)
-    padded = pad_batch(batch, 4, [11])
-    assert is_decode(padded)
-    assert padded.input_ids.tolist() == [5, 6, 0, 0]
-    assert padded.positions.tolist() == [9, 0, 0, 0]
-    assert padded.seq_lens.tolist() == [10, 1, 1, 1]
-    assert padded.page_tables[0][:, 0].tolist() == [3, 5, 11, 11]
-    assert padded.logit_rows.tolist() == [0, 1, 2, 3]
-    assert not is_decode(replace(batch, query_start=np.array([0, 0, 2], np.int32)))
-    assert not is_decode(empty_batch(1))
+    assert tokens_each(batch) == 1
+    padded = pad_batch(batch, GraphShape(4, 1), [11], page_size=9)
+    assert tokens_each(padded.batch) == 1
+    assert padded.batch.input_ids.tolist() == [5, 6, 0, 0]
+    assert padded.batch.positions.tolist() == [9, 0, 0, 0]
+    assert padded.batch.seq_lens.tolist() == [10, 1, 1, 1]
+    assert padded.batch.page_tables[0][:, 0].tolist() == [3, 5, 11, 11]
+    assert padded.rows.tolist() == [0, 1, 2, 3]
+    assert tokens_each(replace(batch, query_start=np.array([0, 0, 2], np.int32))) == 0
+    assert tokens_each(empty_batch(1, 1)) == 0
 
 
 def test_tokens_that_the_host_does_not_know_are_put_into_a_graph(

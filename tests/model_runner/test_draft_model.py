@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.engine.executor.drafters import ModelDrafter
+from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import draft_model
 from kvrelay.model_runner import runner as runner_module
@@ -23,7 +25,8 @@ from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.sampler import Sampled, SamplingRow
 from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
-from kvrelay.wire.submit import SamplingParams
+from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions
+from tests.known import known
 from tests.late_device import draw
 from tests.model_runner.samples import as_tokens
 from tests.model_runner.tiny_models import Models
@@ -57,7 +60,11 @@ class Speculation:
             geometries += draft.make_geometries(PAGE_SIZE)
         pages_each = geometries[0].pages_for(CAPACITY)
         total = len(prompts) * pages_each + 4
-        self.pools = [KVPool(geometry, total, target.device) for geometry in geometries]
+        # With graphs each pool has a dummy page.
+        dummy = target.dummy_pages
+        self.pools = [
+            KVPool(geometry, total + dummy, target.device, dummy) for geometry in geometries
+        ]
         self.tables = []
         for seed, pool in enumerate(self.pools):
             pool.data.fill_(torch.nan)
@@ -105,7 +112,7 @@ class Speculation:
             logit_rows=np.arange(query_start[-1], dtype=np.int64),
         )
         if draft_too and self.draft is not None:
-            self.draft.forward(batch)
+            self.draft.follow(batch)
             for i in indices:
                 self.draft_kv[i] = self.target_kv[i]
         return self.target.forward(batch)
@@ -150,6 +157,20 @@ class Speculation:
             assert proposal.kv_len == one.kv_end
             self.draft_kv[i] = proposal.kv_len
         return {i: proposal.token_ids for i, proposal in zip(counts, proposals, strict=True)}
+
+    def token_states(self, indices: Sequence[int]) -> list[TokenState]:
+        """What an engine keeps of these sequences."""
+        return [
+            TokenState(
+                token_ids=list(self.texts[i]),
+                input_len=len(self.prompts[i]),
+                prompt_ids=self.prompts[i],
+                params=GenerationParams(self.params[i], StopConditions(LENGTH)),
+                choices=(0,),
+                draft_kv_len=self.draft_kv[i],
+            )
+            for i in indices
+        ]
 
     def slide(self) -> None:
         for pool, table in zip(self.pools, self.tables, strict=True):
@@ -278,9 +299,31 @@ def test_guesses_stay_on_the_device_until_all_are_made(
     waits.clear()
     running.propose({0: 4, 1: 0, 2: 1, 3: 3})
     assert waits == ["draws"]
+    drafter, states = ModelDrafter(running.drafter), running.token_states([0, 3])
+    asked = (states, [running.row(0), running.row(3)], [4, 2])
+    tables = [table[[0, 3]] for table in running.tables]
+    waits.clear()
+    pending = known(drafter.begin(*asked, tables))
+    assert not waits
+    pending.send_home(torch.clone)
+    pending.read()
+    kv_lens = [state.draft_kv_len for state in states]
+    for state in states:
+        state.draft_kv_len = 0
+    assert drafter.propose(*asked, tables) == pending.drafts
+    assert [state.draft_kv_len for state in states] == kv_lens
     running.draft_kv = [length - 1 for length in map(len, running.texts)]
     assert_same(running.finish(4), expected)
     assert running.kept == running.guessed > 50
+
+
+def test_prompts_are_followed_without_a_wait(
+    models: Models, tokens: list[int], waits: list[str]
+) -> None:
+    """The host waits for the target's chunks alone, as a test's forwards do."""
+    running = runs(models, "llama", ("llama", "float32"), tokens)
+    chunks = sum(-(-(len(prompt) - 1) // 5) for prompt in running.prompts)
+    assert waits == ["forward"] * chunks
 
 
 @pytest.mark.usefixtures("waits")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice
-from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
+from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer, FlashInferAttention
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
@@ -69,7 +69,9 @@ class CheckedCapture:
         return self.made[-1]
 
 
-def make_running(folder: Path, kv_dtype: KVDtype, capture: CheckedCapture) -> Sequences:
+def make_running(
+    folder: Path, kv_dtype: KVDtype, capture: CheckedCapture, most_each: int = 1
+) -> Sequences:
     """Three sequences, and the graphs of 4 and 1."""
     runner = ModelRunner(
         folder,
@@ -77,7 +79,7 @@ def make_running(folder: Path, kv_dtype: KVDtype, capture: CheckedCapture) -> Se
         "cuda:0",
         attention=AttentionChoice.FLASHINFER,
         kv_dtype=kv_dtype,
-        graphs=GraphOptions(GraphSizes((1, 4)), page_size=3),
+        graphs=GraphOptions(GraphSizes((1, 4)), page_size=3, most_each=most_each),
         capture=capture,
     )
     running = Sequences(runner, 3, 60)
@@ -87,21 +89,21 @@ def make_running(folder: Path, kv_dtype: KVDtype, capture: CheckedCapture) -> Se
 
 
 def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO) -> list[int]:
-    """Two sequences by the graph of four; how often each graph was launched."""
+    """Two sequences by the graphs of four; how often each graph was launched."""
     capture = CheckedCapture()
-    running = make_running(folder, kv_dtype, capture)
+    running = make_running(folder, kv_dtype, capture, most_each=3)
     running.forward({0: tokens[:9], 1: tokens[:3]})
-    for step in range(2):
+    for step, drafts in enumerate([0, 0, 2]):
         new: dict[int, Sequence[int]] = {
-            0: tokens[9 + step : 10 + step],
+            0: tokens[9 + step : 10 + step + drafts],
             1: tokens[3 + step : 4 + step],
         }
         logits = running.forward(new)
         assert isinstance(logits, FakeTensor)
         assert logits.device == DEVICE
         assert logits.dtype is torch.float32
-        assert logits.shape == (2, VOCAB_SIZE)
-    running.forward({1: tokens[5:6]})
+        assert logits.shape == (2 + drafts, VOCAB_SIZE)
+    running.forward({1: tokens[6:7]})
     return [one.count for one in capture.made]
 
 
@@ -113,7 +115,8 @@ def test_every_model_is_captured_without_the_host(
     folder = models.folder(name)
     use_double(monkeypatch)
     with fake_cuda(monkeypatch):
-        assert run_graphs(folder, tokens) == [2, 1]
+        # Of four with drafts, four, one with drafts, one.
+        assert run_graphs(folder, tokens) == [1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
@@ -124,7 +127,7 @@ def test_kv_in_fp8(
     use_double(monkeypatch, latents_of=16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with fake_cuda(monkeypatch):
-        assert run_graphs(folder, tokens, KVDtype.FP8_E4M3) == [2, 1]
+        assert run_graphs(folder, tokens, KVDtype.FP8_E4M3) == [1, 2, 0, 1]
 
 
 class Traffic(TorchDispatchMode):
@@ -190,6 +193,55 @@ def test_a_step_is_one_copy_from_the_host(
     # The first step sends the whole page table, too.
     assert counts[0] == (2, 8, 1)
     assert counts[1:] == [kept, kept, crossed, kept, kept]
+
+
+@pytest.mark.parametrize(
+    ("name", "eager", "graph"),
+    [("llama", (6, 32, 3), (2, 8, 0)), ("deepseek-v3", (6, 74, 3), (1, 8, 0))],
+)
+def test_a_step_with_drafts_is_one_copy_from_the_host(
+    name: str,
+    eager: tuple[int, int, int],
+    graph: tuple[int, int, int],
+    models: Models,
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FlashInfer's plan of keys and values copies the starts of queries once more.
+
+    Launches are those of two layers without attention, and beside a graph.
+    """
+    folder, counts = models.folder(name), []
+    use_double(monkeypatch)
+    for most_each in (1, 4):
+        with monkeypatch.context() as patch, fake_cuda(patch):
+            running = make_running(folder, KVDtype.AUTO, CheckedCapture(), most_each)
+            pinned = count_pinned(patch)
+            running.forward({0: tokens[:9], 1: tokens[:6]})
+            for _ in range(3):
+                ends = running.seq_lens
+                new: dict[int, Sequence[int]] = {
+                    0: tokens[ends[0] : ends[0] + 4],
+                    1: tokens[ends[1] : ends[1] + 1],
+                }
+                batch = running.batch(new)
+                pinned.clear()
+                with Traffic() as traffic:
+                    running._runner.launch(batch)
+            counts.append((traffic.copies, traffic.launches, len(pinned)))
+    assert counts == [eager, graph]
+
+
+def count_pinned(patch: pytest.MonkeyPatch) -> list[object]:
+    """A line for each array that is pinned by itself for a plan."""
+    pinned, to_host = list[object](), FlashInfer.to_host
+
+    def pin(self: FlashInfer, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        pinned.append(array)
+        return to_host(self, array)
+
+    patch.setattr(FlashInfer, "to_host", pin)
+    return pinned
 
 
 def _host_positions(self: RotaryEmbedding, positions: torch.Tensor) -> object:

@@ -39,7 +39,7 @@ needs_flashinfer = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="pip install 'kvrelay[cuda]'"
 )
 DEVICE = "cuda:0"
-GRAPHS = GraphOptions(GraphSizes((1, 2, 4)), page_size=16)
+GRAPHS = GraphOptions(GraphSizes((1, 2, 4)), page_size=16, most_each=4)
 
 
 def moved(weight: Fp8Weight) -> Fp8Weight:
@@ -102,7 +102,7 @@ def test_kv_in_fp8_by_flashinfer_is_that_of_plain_torch(models: Models, tokens: 
 def test_graphs_give_the_logits_of_single_launches(
     name: str, models: Models, tokens: list[int]
 ) -> None:
-    """In steps that are padded, in steps that are not, and beside others."""
+    """In steps that are padded, in steps that are not, with drafts, and beside others."""
     results = []
     for graphs in (GRAPHS, None):
         runner = ModelRunner(
@@ -117,12 +117,13 @@ def test_graphs_give_the_logits_of_single_launches(
         runner.capture_graphs()
         got = [running.forward({0: tokens[:20], 1: tokens[:7], 2: tokens[:30]}, []).cpu()]
         for step in range(12):
-            new: dict[int, Sequence[int]] = {
-                0: tokens[20 + step : 21 + step],
-                2: tokens[30 + step : 31 + step],
-            }
+            counts = {0: 1 + 3 * (step % 4 == 2), 2: 1 + step % 2}
             if step % 3:
-                new[1] = tokens[7 + step : 8 + step]
+                counts[1] = 1
+            ends = running.seq_lens
+            new: dict[int, Sequence[int]] = {
+                i: tokens[ends[i] : ends[i] + count] for i, count in counts.items()
+            }
             got.append(running.forward(new).cpu())
         results.append(torch.cat(got))
     error = (results[0] - results[1]).norm() / results[1].norm()

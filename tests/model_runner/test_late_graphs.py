@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +24,13 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import Models
 
-STEPS: Sequence[Sequence[int]] = [[0, 1], [0, 1], [1], [0, 1, 2], [0, 1, 2], [2], [0, 1], [0, 1]]
-"""The sequences of each step of decode."""
+Steps = Sequence[Mapping[int, int]]
+"""The new tokens of the sequences of each step."""
+STEPS: Steps = [
+    dict.fromkeys(step, 1)
+    for step in ([0, 1], [0, 1], [1], [0, 1, 2], [0, 1, 2], [2], [0, 1], [0, 1])
+]
+DRAFTED: Steps = [{0: 3, 1: 1}, {0: 1, 1: 3}, {1: 1}, {0: 2, 1: 2, 2: 3}, {2: 1}, {0: 3, 1: 1}]
 PROMPTS = {0: 8, 1: 5, 2: 4}
 
 
@@ -66,7 +71,12 @@ class LateGraph:
 
 @torch.inference_mode()
 def run(
-    models: Models, name: str, tokens: list[int], patch: pytest.MonkeyPatch, device: LateStreams
+    models: Models,
+    name: str,
+    tokens: list[int],
+    patch: pytest.MonkeyPatch,
+    device: LateStreams,
+    steps: Steps,
 ) -> list[torch.Tensor]:
     """The logits of each step; nobody waits for a step before the next one is launched."""
     patch.setattr(runner_module, "make_staging", lambda _: PlainStaging(device.make_staging()))
@@ -83,7 +93,7 @@ def run(
         "float32",
         "cpu",
         attention=AttentionChoice.FLASHINFER,
-        graphs=GraphOptions(GraphSizes((2, 4)), page_size=3),
+        graphs=GraphOptions(GraphSizes((2, 4)), page_size=3, most_each=3),
         capture=capture,
     )
     running = Sequences(runner, 3, 40)
@@ -91,9 +101,9 @@ def run(
     runner.capture_graphs()
     running.forward({i: tokens[:count] for i, count in PROMPTS.items()})
     batches, results = [], []
-    for step in STEPS:
+    for step in steps:
         places = {i: running.seq_lens[i] for i in step}
-        batches.append(running.batch({i: tokens[p : p + 1] for i, p in places.items()}))
+        batches.append(running.batch({i: tokens[p : p + step[i]] for i, p in places.items()}))
         with LateOperations(device.forward):
             results.append(runner.launch(batches[-1]))
     device.forward.record().wait()
@@ -101,27 +111,38 @@ def run(
 
 
 def check(
-    models: Models, name: str, tokens: list[int], patch: pytest.MonkeyPatch, seed: int
+    models: Models,
+    name: str,
+    tokens: list[int],
+    patch: pytest.MonkeyPatch,
+    seed: int,
+    steps: Steps = STEPS,
 ) -> None:
     """The logits of all steps are those of transformers, though the host had to wait."""
     device = LateStreams(random.Random(seed))
-    got = run(models, name, tokens, patch, device)
+    got = run(models, name, tokens, patch, device, steps)
     lengths, reference = dict(PROMPTS), models.logits(name, tokens[:40])
-    for step, logits in zip(STEPS, got, strict=True):
-        rows = [reference[lengths[i]] for i in step]
-        torch.testing.assert_close(logits, torch.stack(rows), rtol=1e-4, atol=1e-4)
-        for i in step:
-            lengths[i] += 1
+    for step, logits in zip(steps, got, strict=True):
+        rows = [reference[lengths[i] : lengths[i] + count] for i, count in step.items()]
+        torch.testing.assert_close(logits, torch.cat(rows), rtol=1e-4, atol=1e-4)
+        for i, count in step.items():
+            lengths[i] += count
     assert device.waits
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("steps", [STEPS, DRAFTED], ids=["decode", "drafts"])
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_that_nobody_waits_for(
-    seed: int, name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    steps: Steps,
+    name: str,
+    models: Models,
+    tokens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_double(monkeypatch)
-    check(models, name, tokens, monkeypatch, seed)
+    check(models, name, tokens, monkeypatch, seed, steps)
 
 
 def staging_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -137,9 +158,17 @@ def plans_are_made_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GraphStep, "place", hasty)
 
 
-@pytest.mark.parametrize("plant", [staging_is_free_at_once, plans_are_made_at_once])
+@pytest.mark.parametrize(
+    ("plant", "steps"),
+    [
+        (staging_is_free_at_once, STEPS),
+        (plans_are_made_at_once, STEPS),
+        (plans_are_made_at_once, DRAFTED),
+    ],
+)
 def test_a_planted_fault_is_found(
     plant: Callable[[pytest.MonkeyPatch], None],
+    steps: Steps,
     models: Models,
     tokens: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -147,4 +176,4 @@ def test_a_planted_fault_is_found(
     use_double(monkeypatch)
     plant(monkeypatch)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        check(models, "llama", tokens, monkeypatch, 0)
+        check(models, "llama", tokens, monkeypatch, 0, steps)

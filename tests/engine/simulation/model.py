@@ -13,7 +13,8 @@ import torch
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor
-from kvrelay.engine.executor.token_state import TokenState
+from kvrelay.engine.executor.pending_drafts import PendingDrafts
+from kvrelay.engine.executor.token_state import UNKNOWN, TokenState
 from kvrelay.engine.worker.loading import load_model
 from kvrelay.kv_transfer.checksums import LocalPage
 from kvrelay.kv_transfer.pull import Pull
@@ -79,18 +80,33 @@ def reference(
 
 
 class GuessDrafter:
-    """Guesses right as often as it is told to."""
+    """Guesses right as often as it is told to; on a device that works late, there."""
 
-    def __init__(self, seed: int, windows: Windows, right: float = 0.7) -> None:
+    def __init__(
+        self, seed: int, windows: Windows, device: LateStreams | None = None, right: float = 0.7
+    ) -> None:
         self._random = random.Random(seed)
         self._windows = windows
+        self._device = device
         self._right = right
+        self.begun = 0
+        """How often its guesses have stayed on the device."""
 
     def follow(self, batch: ForwardBatch) -> None:
         """Keeps no KV."""
 
     def propose(self, states, rows, counts, page_tables) -> list[list[int]]:
         return [self._guess(*each) for each in zip(states, rows, counts, strict=True)]
+
+    def begin(self, states, rows, counts, page_tables) -> PendingDrafts | None:
+        if self._device is None:
+            return None
+        self.begun += 1
+        guesses = self.propose(states, rows, counts, page_tables)
+        made = torch.tensor([token for one in guesses for token in one], dtype=torch.int64)
+        ids, places = torch.full_like(made, UNKNOWN), iter(range(len(made)))
+        self._device.forward.launch(lambda: ids.copy_(made))
+        return PendingDrafts(ids, [[next(places) for _ in one] for one in guesses])
 
     def _guess(self, state: TokenState, row: SamplingRow, count: int) -> list[int]:
         tokens = list(state.token_ids)

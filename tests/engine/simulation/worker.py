@@ -180,7 +180,8 @@ class SimWorker:
             # Nobody ever gives a copy up for being late: a run must be reproducible.
             clock=time.monotonic if not self.host_pages else lambda: 0.0,
         )
-        drafter = GuessDrafter(0, self.windows) if self.config.drafts_for(True) else None
+        drafts = self.config.drafts_for(True)
+        drafter = GuessDrafter(0, self.windows, self.device) if drafts else None
         return CountingModel(shapes, self.page_size, drafter, self.device), kv_cache
 
     def _make_tier(self) -> HostTier | None:
