@@ -34,7 +34,7 @@ def _compile(function: Callable[P, R], **options: Any) -> Callable[P, R]:
         # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
         decorate = numba.njit(cache=cached, nogil=True, error_model="numpy", **options)
         dispatcher = decorate(function)
-        if cached:
+        if cached and dispatcher is not function:  # as it is under NUMBA_DISABLE_JIT
             share_compilation(dispatcher)
         return cast("Callable[P, R]", dispatcher)
 

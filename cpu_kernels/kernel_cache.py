@@ -27,7 +27,7 @@ from numba.core.caching import FunctionCache
 
 from kvrelay.options.user_cache import cache_home
 
-LONGEST_WAIT_SECONDS: Final = 120.0
+LONGEST_WAIT_SECONDS: Final = 60.0
 """For another process to compile a kernel; it may be stopped, and then never ends."""
 _LOOK_SECONDS: Final = 0.02
 SOURCES: Final = Path(__file__).resolve().parent

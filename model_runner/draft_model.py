@@ -122,6 +122,11 @@ class PendingGuesses:
         return proposals
 
 
+def count_dummy_pages(target: ModelRunner, draft: DraftModel | None) -> int:
+    """The pages at the end of each pool of both models: one of them may have graphs alone."""
+    return max(target.dummy_pages, 0 if draft is None else draft.dummy_pages)
+
+
 class DraftModel:
     """A draft model beside its target, over its own pools with the same page size and leases.
 
@@ -218,6 +223,11 @@ class DraftModel:
     def capture_on_scratch(self) -> object:
         """Capture the CUDA graphs over scratch pages; see `ModelRunner.capture_on_scratch`."""
         return self._runner.capture_on_scratch()
+
+    @property
+    def dummy_pages(self) -> int:
+        """The pages at a pool's end for a graph's padding; see `ModelRunner.dummy_pages`."""
+        return self._runner.dummy_pages
 
     @property
     def scratch_part(self) -> float:

@@ -15,6 +15,8 @@ class MemoryShare:
     """The share of its GPU's memory that a worker may take, weights and all else included."""
 
     part: float
+    is_auto: bool = False
+    """Whether nobody has chosen the share; workers that share a GPU then divide it."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryShare | None:
@@ -35,12 +37,7 @@ class MemoryShare:
     @classmethod
     def auto(cls) -> MemoryShare:
         """The share of a worker that is told ``auto``."""
-        return cls(_AUTO)
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether nobody has chosen the share; workers that share a GPU then divide it."""
-        return self.part == _AUTO
+        return cls(_AUTO, is_auto=True)
 
     def __str__(self) -> str:
         return "auto" if self.is_auto else f"{self.part:g}"

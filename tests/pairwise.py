@@ -79,7 +79,7 @@ def cover(cells: Sequence[Cell], strength: int) -> list[int]:
 
 
 def spread(numbers: Sequence[int], count: int) -> list[int]:
-    """So many of them, the first and others at equal distances."""
+    """At most so many of them: the first and others at equal distances."""
     return [*numbers[:: -(-len(numbers) // count)]]
 
 

@@ -25,7 +25,7 @@ from kvrelay.mem_cache.pinned_pools import PinnedPools
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphOptions, GraphSizes
-from kvrelay.model_runner.draft_model import DraftModel
+from kvrelay.model_runner.draft_model import DraftModel, count_dummy_pages
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling import device_sampler, sampler
 from kvrelay.model_runner.sampling.token_counts import TokenCounts
@@ -111,7 +111,7 @@ def _load(
     # Before what is left for KV is measured.
     counts = make_counts(config, runner)
     sized = replace(config, kv_memory=find_kv_memory(config, runner, draft, memory, others))
-    reserved = runner.dummy_pages
+    reserved = count_dummy_pages(runner, draft)
     totals = divide_memory(sized, geometries, reserved)
     with outside_expandable_segments():
         pools = [

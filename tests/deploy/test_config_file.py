@@ -169,7 +169,7 @@ def test_the_command_line_wins(tmp_path: Path, served: list[ServeOptions]):
 @pytest.mark.parametrize(
     ("value", "memory"),
     [
-        ('"auto"', MemoryShare(0.9)),
+        ('"auto"', MemoryShare.auto()),
         ('"0.85"', MemoryShare(0.85)),
         ('"40%"', MemoryShare(0.4)),
         ('"1.5GiB"', 3 << 29),

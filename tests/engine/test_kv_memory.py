@@ -27,7 +27,7 @@ from kvrelay.wire.worker_info import WorkerRole
 from tests.checkpoints import make_checkpoint
 
 GIB = 1 << 30
-AUTO = MemoryShare(0.9)
+AUTO = MemoryShare.auto()
 
 
 class Gpu:
@@ -272,10 +272,18 @@ def test_the_largest_step_leaves_bound_pools_alone(tmp_path: Path, architecture:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("auto", 0.9), ("0.85", 0.85), (".5", 0.5), ("85%", 0.85), ("100 %", 1.0), ("1.0", 1.0)],
+    [("0.9", 0.9), ("0.85", 0.85), (".5", 0.5), ("85%", 0.85), ("100 %", 1.0), ("1.0", 1.0)],
 )
 def test_shares_as_people_write_them(text: str, part: float) -> None:
     assert MemoryShare.parse(text) == MemoryShare(part)
+
+
+def test_a_share_that_somebody_has_chosen_is_not_auto() -> None:
+    """Workers that share a GPU divide `auto` alone."""
+    auto, chosen = MemoryShare.parse("auto"), MemoryShare.parse("90%")
+    assert auto is not None
+    assert chosen is not None
+    assert (auto.part, auto.is_auto, chosen.part, chosen.is_auto) == (0.9, True, 0.9, False)
 
 
 @pytest.mark.parametrize("text", ["512MiB", "1048576", "1.5GiB", "all", "-1%", "1"])
@@ -290,4 +298,5 @@ def test_shares_that_cannot_be(text: str) -> None:
 
 
 def test_a_share_is_shown_as_it_is_written() -> None:
-    assert [str(MemoryShare(part)) for part in (0.9, 0.85, 1.0)] == ["auto", "0.85", "1"]
+    shares = (AUTO, MemoryShare(0.9), MemoryShare(0.85), MemoryShare(1.0))
+    assert list(map(str, shares)) == ["auto", "0.9", "0.85", "1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphShape, GraphSizes
-from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
+from kvrelay.model_runner.draft_model import DraftModel, DraftRequest, count_dummy_pages
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.graphs import padding
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
@@ -449,6 +450,20 @@ def test_other_pools_need_other_graphs(models: Models, tokens: list[int]) -> Non
     assert_close(got, models.logits("llama", tokens[:4])[-1:])
     assert torch.equal(running.pools[0].data.nan_to_num(7), old.nan_to_num(7))
     assert not any(one.replays for one in captures.graphs)
+
+
+def test_a_draft_model_may_have_graphs_where_its_target_has_none(models: Models) -> None:
+    options = GraphOptions(SIZES, page_size=3, required=False)
+    target, draft = (
+        make("float32", "cpu", attention=AttentionChoice.FLASHINFER, graphs=options)
+        for make in (
+            partial(ModelRunner, models.folder("deepseek-v2-experts")),
+            partial(DraftModel, models.folder("llama")),
+        )
+    )
+    assert (target.dummy_pages, draft.dummy_pages) == (0, 1)
+    assert count_dummy_pages(target, draft) == 1
+    assert count_dummy_pages(target, None) == 0
 
 
 def test_a_draft_model_guesses_by_graphs(models: Models, tokens: list[int]) -> None:

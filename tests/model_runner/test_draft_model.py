@@ -17,7 +17,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner import draft_model
 from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.batch import ForwardBatch
-from kvrelay.model_runner.draft_model import DraftModel, DraftRequest
+from kvrelay.model_runner.draft_model import DraftModel, DraftRequest, count_dummy_pages
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.sampling.device_sampler import Draws
@@ -61,7 +61,7 @@ class Speculation:
         pages_each = geometries[0].pages_for(CAPACITY)
         total = len(prompts) * pages_each + 4
         # With graphs each pool has a dummy page.
-        dummy = target.dummy_pages
+        dummy = count_dummy_pages(target, draft)
         self.pools = [
             KVPool(geometry, total + dummy, target.device, dummy) for geometry in geometries
         ]
