@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -453,14 +452,12 @@ def test_other_pools_need_other_graphs(models: Models, tokens: list[int]) -> Non
 
 
 def test_a_draft_model_may_have_graphs_where_its_target_has_none(models: Models) -> None:
-    options = GraphOptions(SIZES, page_size=3, required=False)
-    target, draft = (
-        make("float32", "cpu", attention=AttentionChoice.FLASHINFER, graphs=options)
-        for make in (
-            partial(ModelRunner, models.folder("deepseek-v2-experts")),
-            partial(DraftModel, models.folder("llama")),
-        )
-    )
+    options: dict[str, Any] = {
+        "attention": AttentionChoice.FLASHINFER,
+        "graphs": GraphOptions(SIZES, page_size=3, required=False),
+    }
+    target = ModelRunner(models.folder("deepseek-v2-experts"), "float32", "cpu", **options)
+    draft = DraftModel(models.folder("llama"), "float32", "cpu", **options)
     assert (target.dummy_pages, draft.dummy_pages) == (0, 1)
     assert count_dummy_pages(target, draft) == 1
     assert count_dummy_pages(target, None) == 0
