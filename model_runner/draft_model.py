@@ -185,7 +185,10 @@ class DraftModel:
         """The hash of configuration and weights."""
         self._page_size = 0
         self._latest: DeviceEvent = PASSED
-        """The event behind the latest forward that was launched without waiting for it."""
+        """The event behind the latest forward that was launched without waiting for it.
+
+        Behind what was launched of it, if it has failed.
+        """
         self._before_latest: DeviceEvent = PASSED
 
     def check_vocab(self, target: ModelConfig) -> None:
@@ -313,9 +316,10 @@ class DraftModel:
     def _launch(self, batch: ForwardBatch) -> torch.Tensor:
         """Launch a forward behind the one before, which may still run: there are two plans."""
         self._before_latest.wait()
-        logits = self._runner.launch(batch)
-        self._before_latest, self._latest = self._latest, self._runner.record()
-        return logits
+        try:
+            return self._runner.launch(batch)
+        finally:  # what fails may have taken its turn of the plans, and have launched work
+            self._before_latest, self._latest = self._latest, self._runner.record()
 
     def _own_tables(
         self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]

@@ -67,31 +67,34 @@ class GrammarMasks:
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._filler: LLExecutor | None = None
 
+    def cut(
+        self, items: Sequence[Scheduled[object]], drafts: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[int]]:
+        """Cut the drafts of a step's items before the first token that a grammar forbids.
+
+        The host must know all tokens of an item that has drafts and a grammar.
+        """
+        return [
+            self._cut(item.token_state, draft) if draft and item.has_grammar else draft
+            for item, draft in zip(items, drafts, strict=True)
+        ]
+
     def begin(
         self, items: Sequence[Scheduled[object]], drafts: Sequence[Sequence[int]]
-    ) -> tuple[Sequence[Sequence[int]], PendingMasks]:
-        """Begin to compute the masks of a step's items.
+    ) -> PendingMasks:
+        """Begin to compute the masks of a step's items, behind drafts that `cut` has returned.
 
         The items' token states must not change until the masks are there. There are none for items
         that a step before has broken.
-
-        Returns:
-            The drafts, cut before the first token that a grammar forbids, and the masks to wait
-            for.
         """
-        sampled = [
-            i
+        wanted = [
+            (i, item.token_state, drafts[i])
             for i, item in enumerate(items)
             if item.has_grammar and item.token_state.broken is None
         ]
-        if not sampled:
-            return drafts, NO_MASKS
-        cut = list(drafts)
-        for i in sampled:
-            if drafts[i]:
-                cut[i] = self._cut(items[i].token_state, drafts[i])
-        wanted = [(i, items[i].token_state, cut[i]) for i in sampled]
-        return cut, PendingMasks(self._thread.submit(self._compute, wanted))
+        if not wanted:
+            return NO_MASKS
+        return PendingMasks(self._thread.submit(self._compute, wanted))
 
     def _cut(self, state: TokenState, draft_ids: Sequence[int]) -> Sequence[int]:
         try:

@@ -266,7 +266,7 @@ class ModelExecutor:
         """See `Executor`."""
         assert isinstance(launched, LaunchedForward), "another executor has launched it"
         if self._masks is not None:
-            _, launched.masks = self._masks.begin(launched.items, launched.drafts)
+            launched.masks = self._masks.begin(launched.items, launched.drafts)
         self._launch_sampling(launched)
 
     def finish(self, launched: LaunchedStep[RequestT]) -> StepEnded[RequestT]:
@@ -314,8 +314,8 @@ class ModelExecutor:
     def _launch_forward(self, launched: LaunchedForward[RequestT]) -> None:
         """Launch the forward of its items, and prepare their sampling.
 
-        The order matters. Drafts come before masks, which check them. Masks are computed beside the
-        forward, unless they depend on tokens that are not known yet.
+        The order matters. Grammars cut drafts before the batch is made. Masks are computed beside
+        the forward, unless they depend on tokens that are not known yet.
         """
         items, forward, staging = launched.items, self._streams.forward, launched.staging
         tables = launched.step.page_tables
@@ -323,8 +323,11 @@ class ModelExecutor:
             tables = [table[launched.live] for table in tables]
         drafts, pending = self._propose(items, tables)
         launched.pending_drafts = pending
-        if self._masks is not None and not launched.awaits_tokens:
-            drafts, launched.masks = self._masks.begin(items, drafts)
+        if self._masks is not None:
+            # Items with drafts await no tokens: their grammars can follow them now.
+            drafts = self._masks.cut(items, drafts)
+            if not launched.awaits_tokens:
+                launched.masks = self._masks.begin(items, drafts)
         launched.drafts = drafts
         batch, launched.rows = make_batch(items, drafts, tables)
         launched.num_tokens, launched.work = len(batch.input_ids), count_work(items, batch)

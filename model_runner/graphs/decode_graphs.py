@@ -166,10 +166,11 @@ class DecodeGraphs:
         # FlashInfer copies a plan from memory that the next plan overwrites, so wait for that.
         # The copies come behind the step before the latest, whose results are on the host already.
         staging = self._staging.begin()
-        rows = step.fill(padded, staging, self._filled.wait)
-        self._filled = self._record()
-        staging.use_until(self._filled)
-        return rows
+        try:
+            return step.fill(padded, staging, self._filled.wait)
+        finally:  # what fails may have launched copies
+            self._filled = self._record()
+            staging.use_until(self._filled)
 
     def _shape_for(self, batch: ForwardBatch) -> GraphShape | None:
         # A draft model's sequences may be longer than those that it was made for.

@@ -12,13 +12,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from kvrelay.engine.config import Speculation
 from kvrelay.engine.executor.forward_thread import ForwardThread
+from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.pipeline import StepPipeline
 from kvrelay.engine.executor.step import (
     Executor,
@@ -31,11 +33,20 @@ from kvrelay.engine.executor.step import (
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.shape import PoolShape
+from kvrelay.text.grammar import Grammars
 from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import Simulation, reference
 from tests.engine.simulation.clockwork import Clockwork
-from tests.engine.simulation.model import FULL, GREEDY, CountingModel, GuessDrafter
+from tests.engine.simulation.model import (
+    FULL,
+    GREEDY,
+    LOGITS,
+    VOCAB,
+    CountingModel,
+    GuessDrafter,
+    next_value,
+)
 from tests.engine.simulation.storage import SharedPages
 from tests.engine.test_host_tier import ask, tier_counts
 from tests.engine.test_host_tier import in_little_memory as with_host_tier
@@ -183,12 +194,13 @@ class Flight:
         sampling: SamplingParams = GREEDY,
         max_tokens: int = 20,
         prompt_logprobs: int | None = None,
+        masks: GrammarMasks | None = None,
     ) -> None:
         self.device = LateStreams(random.Random(seed))
         self.drafts = 0
         self.drafter = GuessDrafter(seed, FULL, self.device)
         pools = [PoolShape("full", 64)]
-        self.model = CountingModel(pools, 4, self.drafter, self.device, counted_rows)
+        self.model = CountingModel(pools, 4, self.drafter, self.device, counted_rows, masks)
         self.executor = self.model.executor
         self.states = [
             TokenState(
@@ -310,6 +322,56 @@ def test_a_forward_does_not_wait_for_the_tokens_that_a_grammar_reads(seed: int) 
     pipeline.finish_all()
     for state, prompt in zip(flight.states, PROMPTS, strict=True):
         assert state.output_ids == reference(prompt, 7, sampling=GRAMMAR)
+
+
+class OneByteTokens:
+    """The counting model's vocabulary, as llguidance asks for one: bytes, and an end."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = VOCAB - 1
+    tokens: ClassVar = [bytes([token_id]) for token_id in range(VOCAB - 1)] + [b"<end>"]
+    special_token_ids = (VOCAB - 1,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+UPPER_CASE = SamplingParams(temperature=0, structured_output=StructuredOutput(regex="[ -_]{40}"))
+ALLOWED = range(ord(" "), ord("_") + 1)
+"""The tokens that it allows: two of three."""
+
+
+def allowed_output(prompt: Sequence[int], count: int) -> list[int]:
+    """The output of a plain run of a request with this grammar."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = LOGITS[next_value([tokens])]
+        tokens.append(max(ALLOWED, key=lambda token_id: float(logits[token_id])))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_grammar_cuts_drafts_beside_a_token_that_nobody_knows(seed: int) -> None:
+    """A request that wants no drafts is in flight while another brings some."""
+    grammars = Grammars(lambda: LLTokenizer(TokenizerWrapper(OneByteTokens())))
+    masks = GrammarMasks(grammars.prepare, VOCAB)
+    flight = Flight(seed, *PROMPTS, sampling=UPPER_CASE, masks=masks)
+    pipeline: StepPipeline[int] = StepPipeline(flight.executor)
+    ends = list(pipeline.launch(flight.step(0, 1, tokens=3)))
+    ends += pipeline.finish_all()
+    for _ in range(4):
+        ends += pipeline.launch(flight.step(0))
+        both = flight.step(0, 1)
+        items = [both.scheduled[0], replace(both.scheduled[1], num_drafts=3)]
+        ends += pipeline.launch(replace(both, scheduled=items))
+        ends += pipeline.finish_all()
+    grammars.close()
+    assert [ended.error for ended in ends] == [None] * 9
+    assert sum(output.num_drafts for ended in ends for output in ended.outputs)
+    for state, prompt in zip(flight.states, PROMPTS, strict=True):
+        assert len(state.output_ids) >= 5
+        assert state.output_ids == allowed_output(prompt, len(state.output_ids))
 
 
 def test_scores_of_a_prompt_come_to_the_host_without_its_logits() -> None:

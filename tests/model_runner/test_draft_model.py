@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from kvrelay.model_runner.sampling.verify import DraftedSequence, verify
 from kvrelay.wire.output import SampledToken
 from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions
 from tests.known import known
-from tests.late_device import draw
+from tests.late_device import LateStreams, draw
 from tests.model_runner.samples import as_tokens
 from tests.model_runner.tiny_models import Models
 
@@ -315,6 +317,32 @@ def test_guesses_stay_on_the_device_until_all_are_made(
     running.draft_kv = [length - 1 for length in map(len, running.texts)]
     assert_same(running.finish(4), expected)
     assert running.kept == running.guessed > 50
+
+
+@pytest.mark.usefixtures("waits")
+def test_a_launch_that_fails_has_its_turn_of_the_plans(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch waits for the last but one, whose plan it takes, though that one has failed."""
+    device = LateStreams(random.Random(0))
+    running = runs(models, "llama", ("llama", "float32"), tokens)
+    runner, numbers, ran = running.drafter._runner, itertools.count(), list[int]()
+    launch_plainly, failing = runner.launch, 1
+
+    def launch(batch: ForwardBatch) -> torch.Tensor:
+        number = next(numbers)
+        assert len(ran) >= number - 1, "kernels of the plan that is made anew may run"
+        device.forward.launch(lambda: ran.append(number))
+        if number == failing:
+            raise RuntimeError("injected")
+        return launch_plainly(batch)
+
+    monkeypatch.setattr(runner_module, "record_event", lambda _: device.forward.record())
+    monkeypatch.setattr(runner, "launch", launch)
+    with pytest.raises(RuntimeError, match="injected"):
+        running.propose({0: 4})
+    running.propose({0: 4})
+    assert next(numbers) == 6
 
 
 def test_prompts_are_followed_without_a_wait(

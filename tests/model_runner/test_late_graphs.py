@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kvrelay.device.device_streams import DeviceEvent, PinnedSet, Staging, StagingSet
 from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice
+from kvrelay.model_runner.attention.flashinfer_attention import FlashInferAttention
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.graphs.graph_step import GraphStep
 from kvrelay.model_runner.runner import ModelRunner
@@ -32,6 +34,10 @@ STEPS: Steps = [
 ]
 DRAFTED: Steps = [{0: 3, 1: 1}, {0: 1, 1: 3}, {1: 1}, {0: 2, 1: 2, 2: 3}, {2: 1}, {0: 3, 1: 1}]
 PROMPTS = {0: 8, 1: 5, 2: 4}
+
+
+class InjectedError(Exception):
+    """A step fails by it, and is launched again."""
 
 
 class PlainEvent:
@@ -105,7 +111,10 @@ def run(
         places = {i: running.seq_lens[i] for i in step}
         batches.append(running.batch({i: tokens[p : p + step[i]] for i, p in places.items()}))
         with LateOperations(device.forward):
-            results.append(runner.launch(batches[-1]))
+            try:
+                results.append(runner.launch(batches[-1]))
+            except InjectedError:
+                results.append(runner.launch(batches[-1]))
     device.forward.record().wait()
     return results
 
@@ -143,6 +152,24 @@ def test_steps_that_nobody_waits_for(
 ) -> None:
     use_double(monkeypatch)
     check(models, name, tokens, monkeypatch, seed, steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_failed_step_has_launched_is_waited_for(
+    seed: int, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every plan is made at the second try; by then changes of page tables are on their way."""
+    use_double(monkeypatch)
+    replan, numbers = FlashInferAttention.replan_decode, itertools.count()
+
+    def fail_first(self: Any, *arguments: Any) -> None:
+        if next(numbers) % 2 == 0:
+            raise InjectedError
+        replan(self, *arguments)
+
+    monkeypatch.setattr(FlashInferAttention, "replan_decode", fail_first)
+    check(models, "llama", tokens, monkeypatch, seed)
+    assert next(numbers) > 2
 
 
 def staging_is_free_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor
 from kvrelay.engine.executor.pending_drafts import PendingDrafts
 from kvrelay.engine.executor.token_state import UNKNOWN, TokenState
@@ -131,6 +132,7 @@ class CountingModel:
         drafter: Drafter | None,
         device: LateStreams | None = None,
         counted_rows: int = 3,
+        masks: GrammarMasks | None = None,
     ) -> None:
         self.windows = [shape.window for shape in shapes]
         self.page_size = page_size
@@ -145,6 +147,7 @@ class CountingModel:
             self,
             self._copy,
             drafter,
+            masks,
             streams=device,
             draw=late_draw,
             counts=counts,
