@@ -258,14 +258,14 @@ class DraftModel:
         tables = self._own_tables(sequences, page_tables)
         guesses: list[list[int]] = [[] for _ in sequences]
         asked = [index for index, one in enumerate(sequences) if one.count > 0]
-        logits = self._runner.forward(_new_batch(sequences, tables, asked))
+        logits = self._forward(_new_batch(sequences, tables, asked))
         while asked:
             going = self._guess(logits, sequences, guesses, asked)
             if not going:
                 break
             last = [guesses[index][-1] for index in going]
             at = [sequences[index].row.position + len(guesses[index]) - 1 for index in going]
-            logits = self._runner.forward(_one_each_batch(last, at, tables, going))
+            logits = self._forward(_one_each_batch(last, at, tables, going))
             asked = going
         return [
             DraftProposal(ids, one.kv_len_after(ids))
@@ -320,6 +320,12 @@ class DraftModel:
             return self._runner.launch(batch)
         finally:  # what fails may have taken its turn of the plans, and have launched work
             self._before_latest, self._latest = self._latest, self._runner.record()
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Launch a forward, and wait until it has run."""
+        logits = self._launch(batch)
+        self._latest.wait()
+        return logits
 
     def _own_tables(
         self, sequences: Sequence[DraftRequest], page_tables: Sequence[Int32Array]
