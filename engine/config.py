@@ -306,8 +306,9 @@ class WorkerOptions(ObservingOptions):
     )
     start_timeout: float = option(
         300.0,
-        "Seconds that a worker may take to start, beside one second for each 50 MB of weights. "
-        "The cluster does not start then; a worker that restarts is killed and started again.",
+        "Seconds that a worker may take to start, beside one second for each 50 MB of weights; "
+        "where n workers share a GPU, n times that. After that the cluster does not start; a "
+        "worker that restarts is killed and started again.",
         Section.RECOVERY,
         more_than=0,
         unit="seconds",
