@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -306,8 +306,9 @@ class WorkerOptions(ObservingOptions):
     )
     start_timeout: float = option(
         300.0,
-        "Seconds that a worker may take to start, beside one second for each 50 MB of weights. "
-        "The cluster does not start then; a worker that restarts is killed and started again.",
+        "Seconds that a worker may take to start, beside one second for each 50 MB of weights; "
+        "where n workers share a GPU, n times that. After that the cluster does not start; a "
+        "worker that restarts is killed and started again.",
         Section.RECOVERY,
         more_than=0,
         unit="seconds",
@@ -354,7 +355,7 @@ class WorkerConfig(WorkerOptions):
     chunk_tokens: int = field(default=512, kw_only=True)
     left_to_device: frozenset[str] = field(default=frozenset(), kw_only=True)
     """The names of `DEVICE_OPTIONS` that nobody gave. The values here are a CPU's; a GPU has others
-    (`engine/worker/device_memory.py`)."""
+    (`engine/worker/device_defaults.py`)."""
     gpu_part: float = field(default=1.0, kw_only=True)
     """The part of a GPU that the worker has; the others that share it have the rest."""
 
@@ -408,12 +409,12 @@ class WorkerConfig(WorkerOptions):
     def with_options(self, values: Mapping[str, Any]) -> WorkerConfig:
         """The same with other values of options, by name.
 
-        One of `DEVICE_OPTIONS` that is None is left to the device.
+        One of `DEVICE_OPTIONS` that is None is left to the device, and has a CPU's default here.
         """
-        unset = {name for name in DEVICE_OPTIONS if name in values and values[name] is None}
-        given = {name: value for name, value in values.items() if name not in unset}
-        left = (self.left_to_device | unset) - given.keys()
-        return replace(self, **given, left_to_device=left)
+        defaults = {one.name: one.default for one in fields(self) if one.name in DEVICE_OPTIONS}
+        unset = {name: defaults[name] for name in defaults if values.get(name, ...) is None}
+        left = (self.left_to_device - values.keys()) | unset.keys()
+        return replace(self, **{**values, **unset}, left_to_device=left)
 
     @property
     def lease_seconds(self) -> float:

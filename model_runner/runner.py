@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,10 +26,9 @@ from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_reader import read_config
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.checkpoint.kv_scales import skip_kv_scales, take_kv_scales
-from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphRoom
+from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphRoom, do_without_graphs
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.model_config import MLAConfig
-from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.layers.batch_invariant import check_invariant
@@ -38,8 +37,9 @@ from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.linear import LinearFactory, PanelLinear
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
-logger = logging.getLogger(__name__)
-
+_PACKAGE = __name__.partition(".")[0]
+_MISTAKES = (AssertionError, LookupError)
+"""The errors of code that is wrong; other packages' versions raise others at our lines, too."""
 _WARM_UP_CHUNK = 32
 """The tokens of a warm-up chunk: more than a backend computes one by one."""
 
@@ -292,12 +292,13 @@ class ModelRunner:
         assert self._graph_options is not None
         try:
             return self._capture(pools, backends)
-        except RuntimeError as error:
-            if self._graph_options.required:
+        except Exception as error:
+            if self._graph_options.required or _is_our_mistake(error):
                 raise
-            _say_no_graphs(str(error))
-            self._graph_options = self._graph_logits = None
-            return None
+            do_without_graphs(f"{type(error).__name__}: {error}")
+        self._graph_options = self._graph_logits = None
+        self._attention.drop_graphs()
+        return None
 
     @property
     def scratch_part(self) -> float:
@@ -399,9 +400,7 @@ class ModelRunner:
             return None
         if any(layer.moe is not None for layer in self.config.layers):
             lack = "not for models with experts: the host chooses what runs"
-            if options.required:
-                raise UnsupportedOptionError(f"--cuda-graphs decode is {lack}")
-            _say_no_graphs(lack)
+            do_without_graphs(lack, required=options.required)
             return None
         # Kernels of graphs do not know sequences that are shorter than what they bring.
         windows = [window for window in self.config.pool_windows if window is not None]
@@ -412,8 +411,11 @@ class ModelRunner:
         return tuple(map(self._attention.make, pools, self._kv_scales))
 
 
-def _say_no_graphs(why: str) -> None:
-    logger.warning("steps of decode are launched kernel by kernel: CUDA graphs: %s", why)
+def _is_our_mistake(error: Exception) -> bool:
+    """Whether a line of this package is wrong, and not what torch, FlashInfer or a GPU refuse."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = innermost.f_globals["__name__"].startswith(f"{_PACKAGE}.")
+    return is_ours and isinstance(error, _MISTAKES)
 
 
 def _split(tokens: int, most: int) -> list[int]:

@@ -28,13 +28,15 @@ class WorkerActor:
     Making it places the actor; Ray then starts a new process whenever one ends.
 
     Args:
-        config: the worker's configuration.
+        config: the worker's configuration, but for its part of a GPU.
         placement: Ray's options: where the actor runs and which resources it takes there.
         log_level: the level of the worker's log.
     """
 
     def __init__(self, config: WorkerConfig, placement: dict[str, Any], log_level: int) -> None:
-        self._config = config
+        gpus = placement.get("num_gpus") or 1.0
+        self.config = replace(config, gpu_part=min(1.0, gpus))
+        """The worker's configuration where it is placed."""
         self._placement = placement
         self._log_level = log_level
         self._handle = self._place(**placement)
@@ -72,7 +74,7 @@ class WorkerActor:
                 each further process, because one that still imports its modules does not hang.
             longest_pause_seconds: the longest pause between two attempts.
         """
-        name, pauses = self._config.name, Pauses(longest_pause_seconds)
+        name, pauses = self.config.name, Pauses(longest_pause_seconds)
         while True:
             answer = asyncio.create_task(self.call(method))
             try:
@@ -108,7 +110,7 @@ class WorkerActor:
         cause = getattr(error, "cause", None)
         if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
             # Its gRPC port is any free one.
-            return f"--metrics: port {self._config.metrics_port} is in use"
+            return f"--metrics: port {self.config.metrics_port} is in use"
         return reason_of(error)
 
     def restart(self) -> None:
@@ -132,11 +134,9 @@ class WorkerActor:
             self._handle = self._place(**self._placement)
 
     def _place(self, **options: Any) -> Any:
-        role = self._config.role
+        role = self.config.role
         placed = ray.remote(actor_class(role)).options(**options)
-        part = min(1.0, options.get("num_gpus") or 1.0)
-        config = replace(self._config, gpu_part=part)
-        return placed.remote(config, BUILDERS[role], self._log_level)
+        return placed.remote(self.config, BUILDERS[role], self._log_level)
 
 
 def reason_of(error: Exception) -> str:

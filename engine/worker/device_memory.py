@@ -1,33 +1,14 @@
-"""The memory of a GPU: what is left for KV, measured before pools are allocated, and defaults."""
+"""The memory of a GPU: what is left for KV, measured before pools are allocated."""
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from kvrelay.engine.config import WorkerConfig
-from kvrelay.model_runner.torch_options import parse_device
 from kvrelay.options.memory_share import MemoryShare
-
-logger = logging.getLogger(__name__)
-
-_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
-_MAX_RUNNING: Final = 256
-"""The requests of a step of decode by which an H100 or H200 is about busy."""
-_CHUNKS: Final = ((128 << 30, 8192), (64 << 30, 4096), (0, 2048))
-"""The memory from which on a worker computes so many tokens of prompts in a step.
-
-`--kv-memory auto` leaves room for the logits of two such steps. With a vocabulary of 128 k they
-take 6 % of that memory at most.
-"""
 
 
 class DeviceMemory(Protocol):
@@ -127,61 +108,6 @@ class MemoryUse:
                 + (f"; others have {_gib(self.others)}" if self.others else "")
             )
         return left
-
-
-class GpuTurns:
-    """The turns of the workers of one user that share a GPU, each in a process of its own.
-
-    One takes memory after the other, so that each knows what it has taken itself. The kernel gives
-    the turn on when a process ends, however it ends.
-
-    Args:
-        gpu: a name of the GPU that is the same for all of them.
-        directory: one that all of them reach.
-    """
-
-    def __init__(self, gpu: str, directory: Path = _SHARED_MEMORY) -> None:
-        self._path = directory / f"kvrelay-gpu-{os.geteuid()}-{gpu}"
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait for a turn, and have it until the context ends. Blocks, for minutes perhaps."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.open(self._path, flags, 0o600)
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("waits until another worker has taken its memory of this GPU")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(file)
-
-
-def on_its_device(config: WorkerConfig) -> WorkerConfig:
-    """Give the options that were left to the device their values there. Blocks.
-
-    Raises:
-        UnsupportedOptionError: there is no such device.
-    """
-    device = parse_device(config.device)
-    if device.type != "cuda" or not config.left_to_device:
-        return replace(config, left_to_device=frozenset())
-    return on_a_gpu(config, torch.cuda.get_device_properties(device).total_memory)
-
-
-def on_a_gpu(config: WorkerConfig, gpu_bytes: int) -> WorkerConfig:
-    """The same on a GPU with so much memory, of which the worker has its part."""
-    own_bytes = gpu_bytes * config.gpu_part
-    defaults: dict[str, Any] = {
-        "kv_memory": MemoryShare.auto(),
-        "max_running": _MAX_RUNNING,
-        "chunk_tokens": next(tokens for least, tokens in _CHUNKS if own_bytes >= least),
-    }
-    left = {name: defaults[name] for name in sorted(config.left_to_device)}
-    logger.info("defaults on this GPU: %s", ", ".join(f"{key} {left[key]}" for key in left))
-    return replace(config, **left, left_to_device=frozenset())
 
 
 def _gib(nbytes: int) -> str:

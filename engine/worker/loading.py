@@ -16,7 +16,8 @@ from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.executor.drafters import ModelDrafter, NgramDrafter
 from kvrelay.engine.executor.grammar_masks import GrammarMasks
 from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor, PageCopier
-from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, GpuTurns, MemoryUse
+from kvrelay.engine.worker.device_memory import CudaMemory, DeviceMemory, MemoryUse
+from kvrelay.engine.worker.gpu_turns import GpuTurns, taken_before
 from kvrelay.engine.worker.memory import check_tiers, divide_memory, make_host_pools, pin_host_pools
 from kvrelay.kv_transfer.cuda_memory import outside_expandable_segments
 from kvrelay.kv_transfer.scratch_pages import probe_bytes
@@ -81,8 +82,7 @@ def load_model(
         return _load(config, tokenizer_sha256, on_read)
     gpu = torch.cuda.get_device_properties(device).uuid
     with GpuTurns(str(gpu)).turn():
-        free, total = CudaMemory(device).free_and_total()
-        return _load(config, tokenizer_sha256, on_read, total - free)
+        return _load(config, tokenizer_sha256, on_read, taken_before(device))
 
 
 def _load(
@@ -245,13 +245,13 @@ def _layout_digest(geometries: Sequence[KVGeometry]) -> str:
 
 def graph_options(config: WorkerConfig) -> GraphOptions | None:
     """Find the CUDA graphs to capture; None: none. Raises ValueError, as `load_model`."""
-    sizes, most_each = _graph_sizes(config), 1 + config.drafts_for(True)
-    match config.cuda_graphs:
-        case CudaGraphs.AUTO if parse_device(config.device).type == "cuda":
-            return GraphOptions(sizes, config.page_size, required=False, most_each=most_each)
-        case CudaGraphs.DECODE:
-            return GraphOptions(sizes, config.page_size, most_each=most_each)
-    return None
+    required = config.cuda_graphs is CudaGraphs.DECODE
+    if not required:
+        on_gpu = parse_device(config.device).type == "cuda"
+        if config.cuda_graphs is CudaGraphs.OFF or not on_gpu:
+            return None
+    most_each = 1 + config.drafts_for(True)
+    return GraphOptions(_graph_sizes(config), config.page_size, required, most_each)
 
 
 def draft_graph_options(config: WorkerConfig) -> GraphOptions | None:

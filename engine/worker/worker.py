@@ -22,7 +22,7 @@ from kvrelay.engine.scheduler.metrics import (
 )
 from kvrelay.engine.worker.assembly import MakePlugin, assemble, make_agent
 from kvrelay.engine.worker.black_box import BlackBox
-from kvrelay.engine.worker.device_memory import on_its_device
+from kvrelay.engine.worker.device_defaults import with_device_defaults
 from kvrelay.engine.worker.kv_events import KVEvents
 from kvrelay.engine.worker.loading import LoadedModel, load_model
 from kvrelay.engine.worker.submit_rules import SubmitRules
@@ -81,7 +81,8 @@ class Worker:
             OSError: a port is in use, or a file for TLS cannot be read.
         """
         self._loop = loop = asyncio.get_running_loop()
-        self._config = config = await loop.run_in_executor(None, on_its_device, self._config)
+        config = await loop.run_in_executor(None, with_device_defaults, self._config)
+        self._config = config
         self._failure = loop.create_future()
         incarnation = f"{config.name}-{uuid.uuid4().hex[:12]}"
         # Before the weights, which take longer to read.

@@ -32,7 +32,7 @@ from kvrelay.model_runner.attention.flashinfer_attention import (
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.torch_attention import TorchAttention
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
-from kvrelay.model_runner.config.cuda_graphs import GraphRoom
+from kvrelay.model_runner.config.cuda_graphs import GraphRoom, do_without_graphs
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.errors import UnsupportedOptionError
@@ -121,10 +121,8 @@ class AttentionFactory:
         self.choice = choice
         """The backend that computes; never `AUTO`."""
         if graph_room is not None and choice is not AttentionChoice.FLASHINFER:
-            lack = f"needs --attention flashinfer, not {choice}"
-            if graph_room.required:
-                raise UnsupportedOptionError(f"--cuda-graphs decode {lack}")
-            logger.warning("steps of decode are launched kernel by kernel: CUDA graphs %s", lack)
+            lack = f"they need --attention flashinfer, not {choice}"
+            do_without_graphs(lack, required=graph_room.required)
             graph_room = None
         self.has_graphs = graph_room is not None
         """Whether there is room for CUDA graphs."""
@@ -135,6 +133,12 @@ class AttentionFactory:
     def for_pools(self, geometry: KVGeometry) -> KVGeometry:
         """The geometry that a pool needs for heads of `geometry`: some kernels have them padded."""
         return pad_heads(geometry) if self.choice is AttentionChoice.FLASHINFER else geometry
+
+    def drop_graphs(self) -> None:
+        """Give the memory for CUDA graphs back, once no backend has any of it."""
+        assert self._flashinfer is not None
+        self.has_graphs = False
+        self._flashinfer.drop_graph_parts()
 
     @property
     def flashinfer_package(self) -> Any | None:

@@ -279,6 +279,11 @@ class FlashInfer:
                     )
                 self._graph_wrappers[pool, shape] = wrapper
 
+    def drop_graph_parts(self) -> None:
+        """Give that memory, and these wrappers, back, once no graph has them."""
+        self.graph_buffers = None
+        self._graph_wrappers.clear()
+
     def graph_wrapper(self, pool: int, shape: GraphShape) -> Wrapper:
         """The wrapper of a pool's graph of this shape, made before."""
         return self._graph_wrappers[pool, shape]

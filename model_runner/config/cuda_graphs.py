@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
+
+from kvrelay.model_runner.errors import UnsupportedOptionError
+
+logger = logging.getLogger(__name__)
 
 _MOST: Final = 512
 """The sequences of the largest graph, unless sizes are given."""
@@ -134,3 +139,14 @@ class GraphRoom:
             return None
         shape = GraphShape(size, 1 if each == 1 else self.most_each)
         return shape if each == 1 or shape.rows <= MOST_DRAFTED_ROWS else None
+
+
+def do_without_graphs(lack: str, *, required: bool = False) -> None:
+    """Say in the log that a model has no graphs, and what it lacks for them.
+
+    Raises:
+        UnsupportedOptionError: they are required.
+    """
+    if required:
+        raise UnsupportedOptionError(f"--cuda-graphs decode: {lack}")
+    logger.warning("steps of decode are launched kernel by kernel: CUDA graphs: %s", lack)

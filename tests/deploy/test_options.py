@@ -185,13 +185,16 @@ def test_workers_defaults_are_the_engines():
 
 
 def test_what_a_user_gives_is_not_left_to_the_device():
-    options = ServeOptions(metrics=ANY_PORT, kv_memory=512 << 20, max_running=64)
+    options = ServeOptions(metrics=ANY_PORT, kv_memory=2 << 30, max_running=64)
     [_, config] = worker_configs(options, ModelFolder("none", Path()))
     assert config.left_to_device == {"chunk_tokens"}
-    assert (config.kv_memory, config.max_running) == (512 << 20, 64)
+    assert (config.kv_memory, config.max_running) == (2 << 30, 64)
     rolled = WorkerConfigs([config]).of("", config.role, Revision(2, {"chunk_tokens": "7"}))
     assert rolled.left_to_device == set()
     assert rolled.chunk_tokens == 7
+    again = config.with_options({"kv_memory": None, "max_running": 5})
+    assert again.left_to_device == {"kv_memory", "chunk_tokens"}
+    assert (again.kv_memory, again.max_running) == (512 << 20, 5)
 
 
 def test_the_first_line_tells_the_memory_that_was_given():

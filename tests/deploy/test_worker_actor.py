@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
+from kvrelay.deploy.controller.records.leases import Leases, LeaseTimes
+from kvrelay.deploy.controller.supervision.supervisor import WorkerSupervisor
+from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.worker_actor import WorkerActor
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.worker.worker_lease import boottime
 from tests.deploy.test_placement import CONFIG
 
 
@@ -115,3 +120,15 @@ def test_a_worker_has_the_part_of_a_gpu_that_ray_gives_it(names: Names, gpus: fl
     assert actor._handle.config.gpu_part == part
     actor.place_again()
     assert actor._handle.config.gpu_part == part, "wherever it starts again"
+
+
+@pytest.mark.parametrize(("gpus", "starts"), [(0.0, 1), (1.0, 1), (2.0, 1), (0.5, 2), (0.3, 4)])
+def test_the_last_of_those_that_share_a_gpu_has_time_for_the_starts_of_all(
+    names: Names, gpus: float, starts: int
+):
+    config = replace(CONFIG, start_timeout=20)
+    leases = Leases(1, LeaseTimes(60, 15), began=boottime())
+    watcher = cast("Watcher", None)
+    place = {"num_gpus": gpus}
+    supervisor = WorkerSupervisor(config, place, logging.WARNING, leases, watcher)
+    assert supervisor.start_seconds == 20 * starts

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from kvrelay.engine.config import DEVICE_OPTIONS, Speculation, WorkerConfig
-from kvrelay.engine.worker.device_memory import (
-    GpuTurns,
-    MemoryUse,
-    on_a_gpu,
-    on_its_device,
-)
+from kvrelay.engine.worker import gpu_turns
+from kvrelay.engine.worker.device_defaults import with_device_defaults, with_gpu_defaults
+from kvrelay.engine.worker.device_memory import MemoryUse
+from kvrelay.engine.worker.gpu_turns import GpuTurns, nvml_free, taken_before
 from kvrelay.engine.worker.loading import find_kv_memory, load_model
 from kvrelay.kv_transfer.scratch_pages import PROBED_AT_ONCE, make_landing, make_scratch
 from kvrelay.mem_cache.pool import KVPool
@@ -231,22 +232,65 @@ def test_a_turn_at_a_gpu_ends_before_the_next_one_begins(tmp_path: Path) -> None
     assert began.is_set()
 
 
+def test_a_turn_that_cannot_be_had_says_what_to_do(tmp_path: Path) -> None:
+    said = r"^worker_gpus: .* take turns by .*GPU-1, which cannot be written \(No such file"
+    with pytest.raises(ValueError, match=said), GpuTurns("GPU-1", tmp_path / "none").turn():
+        pass
+
+
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    if (strcmp(uuid, "MIG-1-2")) return 6;
+    *device = (void *)7;
+    return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *device, unsigned long long memory[3]) {
+    memory[0] = 8ULL << 30; memory[1] = 5ULL << 30; memory[2] = 2ULL << 30;
+    return device == (void *)7 ? 0 : 2;
+}
+"""
+
+
+def test_what_others_have_taken_is_measured_before_there_is_a_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a library in C with NVML's functions, which CUDA's own answer must not replace."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source, library = tmp_path / "nvml.c", tmp_path / "nvml.so"
+    source.write_text(NVML)
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    assert nvml_free("1-2", str(library)) == 5 * GIB
+    assert nvml_free("1-3", str(library)) is None
+    assert nvml_free("1-2", str(tmp_path / "none.so")) is None
+    properties, device = SimpleNamespace(uuid="1-2", total_memory=7 * GIB), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 7 * GIB))
+    assert taken_before(device) == 3 * GIB, "without NVML the context counts"
+    monkeypatch.setattr(gpu_turns, "_NVML", str(library))
+    assert taken_before(device) == 2 * GIB
+
+
 @pytest.mark.parametrize(
     ("gibibytes", "part", "tokens"),
     [(16, 1.0, 2048), (79, 1.0, 4096), (79, 0.5, 2048), (140, 1.0, 8192), (140, 0.5, 4096)],
 )
 def test_what_nobody_gave_fits_the_gpu(gibibytes: int, part: float, tokens: int) -> None:
     left = replace(config_of(Path()), gpu_part=part, left_to_device=frozenset(DEVICE_OPTIONS))
-    found = on_a_gpu(left, gibibytes * GIB)
+    found = with_gpu_defaults(left, gibibytes * GIB)
     assert (found.kv_memory, found.max_running, found.chunk_tokens) == (AUTO, 256, tokens)
     assert found.left_to_device == set()
     given = replace(left, left_to_device=frozenset({"max_running"}))
-    assert on_a_gpu(given, gibibytes * GIB).chunk_tokens == given.chunk_tokens
+    assert with_gpu_defaults(given, gibibytes * GIB).chunk_tokens == given.chunk_tokens
 
 
 def test_a_cpu_s_defaults_stay() -> None:
     config = WorkerConfig("a0", WorkerRole.AGGREGATED, Path(), "tiny")
-    on_cpu = on_its_device(replace(config, left_to_device=frozenset(DEVICE_OPTIONS)))
+    on_cpu = with_device_defaults(replace(config, left_to_device=frozenset(DEVICE_OPTIONS)))
     assert on_cpu == config
     assert (config.kv_memory, config.max_running, config.chunk_tokens) == (512 << 20, 64, 512)
 

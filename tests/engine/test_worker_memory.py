@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def test_sizes_that_are_none_are_named() -> None:
     config = config_of(cuda_graphs=CudaGraphs.DECODE, cuda_graph_sizes="many")
     with pytest.raises(ValueError, match="cuda_graph_sizes: must be numbers"):
         graph_options(config)
+    assert graph_options(replace(config, cuda_graphs=CudaGraphs.AUTO)) is None, "a CPU"
 
 
 @pytest.mark.parametrize(

@@ -410,6 +410,36 @@ def test_a_capture_that_fails_leaves_a_model_without_graphs(
         required.capture_graphs()
 
 
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+def test_whatever_flashinfer_refuses_leaves_a_model_without_graphs(
+    error: type[Exception], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has their memory back. A wrong line of ours ends the start."""
+
+    def capture_all(_: DecodeGraphs) -> None:
+        raise error("no such plan")
+
+    folder = models.folder("llama")
+    options: dict[str, Any] = {"attention": AttentionChoice.FLASHINFER}
+    plain, runner, wrong = (
+        ModelRunner(folder, "float32", "cpu", graphs=graphs, capture=Captures(), **options)
+        for graphs in (None, WANTED, WANTED)
+    )
+    monkeypatch.setattr(DecodeGraphs, "capture_all", capture_all)
+    flashinfer, without = runner._attention._flashinfer, plain._attention._flashinfer
+    assert flashinfer is not None
+    assert without is not None
+    assert runner.capture_on_scratch() is None
+    assert runner.dummy_pages == 0
+    assert flashinfer.nbytes == without.nbytes
+    monkeypatch.setattr(runner_module, "_PACKAGE", __name__.partition(".")[0])
+    if error is AssertionError:
+        with pytest.raises(AssertionError, match="no such plan"):
+            wrong.capture_on_scratch()
+    else:
+        assert wrong.capture_on_scratch() is None
+
+
 def test_all_graphs_write_the_same_logits(models: Models) -> None:
     """Of their own they would keep memory for the sum of all sizes."""
     running, captures = make_running(models, "llama")
@@ -505,7 +535,7 @@ def test_longer_sequences_than_there_is_room_for(models: Models, tokens: list[in
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_models_with_experts_are_refused(name: str, models: Models) -> None:
-    with pytest.raises(UnsupportedOptionError, match="--cuda-graphs decode is not for models with"):
+    with pytest.raises(UnsupportedOptionError, match="--cuda-graphs decode: not for models with"):
         ModelRunner(
             models.folder(name),
             "float32",
@@ -517,7 +547,7 @@ def test_models_with_experts_are_refused(name: str, models: Models) -> None:
 
 @pytest.mark.parametrize("attention", ["cpu", "torch", "auto"])
 def test_other_attention_is_refused(attention: str, models: Models) -> None:
-    with pytest.raises(UnsupportedOptionError, match="--cuda-graphs decode needs --attention"):
+    with pytest.raises(UnsupportedOptionError, match="--cuda-graphs decode: they need --attention"):
         ModelRunner(
             models.folder("llama"),
             "float32",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -60,10 +61,11 @@ class WorkerSupervisor:
         self.removing = False
         """Whether no other incarnation follows this one."""
         self._timeout = config.worker_timeout
-        self._start_seconds = start_seconds(config)
         self._leases = leases
         self._watcher = watcher
         self._actor = WorkerActor(config, placement, log_level)
+        self.start_seconds = start_seconds(self._actor.config)
+        """The time for a start, on the GPU that the worker may share."""
         self._life: Incarnation | None = None
         self._following: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
@@ -172,13 +174,13 @@ class WorkerSupervisor:
         starting = asyncio.create_task(self._actor.call(WorkerHost.start))
         try:
             async with self._reporting_progress():
-                if await is_done_within(starting, self._start_seconds):
+                if await is_done_within(starting, self.start_seconds):
                     return starting.result()
         except ray.exceptions.RayError as error:
             raise ClusterError(f"{self.name} did not start: {self._actor.why(error)}") from error
         finally:
             starting.cancel()
-        seconds = f"{self._start_seconds:.0f} s"
+        seconds = f"{self.start_seconds:.0f} s"
         raise ClusterError(f"{self.name} did not start within {seconds}: raise --start-timeout")
 
     async def _tell(self, incarnations: Sequence[str], on_told: Callable[[], None]) -> None:
@@ -249,7 +251,7 @@ class WorkerSupervisor:
         restart = WorkerHost.restart
         async with self._reporting_progress():
             while True:
-                seconds = self._start_seconds
+                seconds = self.start_seconds
                 started = await self._actor.call_until_answered(restart, seconds=seconds)
                 if started.info != dead:
                     life = self._begin(started)
@@ -285,5 +287,9 @@ class WorkerSupervisor:
 
 
 def start_seconds(config: WorkerConfig) -> float:
-    """Return the time for a start: the option, plus reading all weights at that rate."""
-    return config.start_timeout + weight_bytes(config) / SLOWEST_BYTES_PER_SECOND
+    """Return the time for a start: the option, plus reading all weights at that rate.
+
+    Workers that share a GPU load one after the other, so the last may take as long as all of them.
+    """
+    alone = config.start_timeout + weight_bytes(config) / SLOWEST_BYTES_PER_SECOND
+    return alone * math.ceil(1 / config.gpu_part)
