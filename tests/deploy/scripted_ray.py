@@ -148,6 +148,7 @@ class Handle:
 
     def __init__(self, config: Any, placement: dict[str, Any], log_level: int) -> None:
         assert placement["get_if_exists"]
+        self.config = config
         name = self._name = config.name
         self._actor = self.world.actors.setdefault(name, Actor(self.world, name, config))
 

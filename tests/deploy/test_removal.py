@@ -32,6 +32,7 @@ class ScriptedActor:
     """The name of a worker that does not start."""
 
     def __init__(self, config: Any, placement: dict[str, Any], log_level: int) -> None:
+        self.config = config
         self._name = config.name
         self._process: subprocess.Popen[bytes] | None = None
 
