@@ -116,7 +116,9 @@ class SharedCache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         code = function.__code__
-        self._path = Path(numba.config.CACHE_DIR) / f"{code.co_name}-{code.co_firstlineno}.lock"
+        # Two files may have functions of one name in one line; a process holds both at once.
+        name = f"{Path(code.co_filename).stem}.{code.co_name}-{code.co_firstlineno}.lock"
+        self._path = Path(numba.config.CACHE_DIR) / name
         self._held: IO[str] | None = None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

@@ -19,8 +19,8 @@ _MAX_RUNNING: Final = 256
 _CHUNKS: Final = ((128 << 30, 8192), (64 << 30, 4096), (0, 2048))
 """Pairs of a worker's least memory in bytes, and the most prompt tokens of a step from there on.
 
-`--kv-memory auto` leaves room for the logits of two such steps. With a vocabulary of 128 k they
-take 6 % of that memory at most.
+`--kv-memory auto` leaves room for the logits of such a step. With a vocabulary of 128 k they take
+3 % of 64 or 128 GiB.
 """
 
 

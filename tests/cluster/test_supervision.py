@@ -249,7 +249,6 @@ async def test_a_worker_that_fails_on_the_news_of_a_death_is_said(
     assert "not in the mood" in caplog.text
 
 
-@pytest.mark.slow  # `tests/deploy/test_pauses.py` has the pauses
 async def test_a_watch_that_fails_at_once_is_repeated_ever_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -281,7 +280,6 @@ async def test_a_worker_whose_engine_is_silent_is_killed_and_replaced(
     await until(lambda: was_told(orders, "decode-0", first))
 
 
-@pytest.mark.slow  # it waits for three slow lives
 async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
     cluster: Cluster, orders: Path
 ):
@@ -420,7 +418,6 @@ async def test_a_second_sigterm_does_not_wait(cluster: Cluster):
     await next_life(cluster, first)
 
 
-@pytest.mark.slow  # `tests/engine/test_drain.py` finds old quarantine
 async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Path):
     """And one whose memory came back meanwhile does not."""
     config = make_configs(tmp_path)[0]
@@ -443,7 +440,6 @@ async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Pat
         assert not draining(cluster)
 
 
-@pytest.mark.slow  # `test_scale.py` removes one
 async def test_a_removed_worker_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = make_configs(tmp_path)[0]
     configs = [config, replace(config, name="prefill-1")]

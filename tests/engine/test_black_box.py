@@ -50,7 +50,6 @@ def test_a_forward_that_killed_its_process_is_known_to_the_next_one(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow  # it costs a process
 @few(1)
 @pytest.mark.parametrize(
     ("number", "phase"),

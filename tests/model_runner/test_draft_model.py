@@ -345,6 +345,32 @@ def test_a_launch_that_fails_has_its_turn_of_the_plans(
     assert next(numbers) == 6
 
 
+@pytest.mark.usefixtures("waits")
+def test_guesses_that_the_host_reads_take_turns_of_the_plans_too(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guesses before them, of other requests, may not have run."""
+    device = LateStreams(random.Random(0))
+    params = [GREEDY, PENALIZED, GREEDY, GREEDY]
+    running = runs(models, "llama", ("llama", "float32"), tokens, params)
+    runner, numbers, ran = running.drafter._runner, itertools.count(), list[int]()
+    launch_plainly = runner.launch
+
+    def launch(batch: ForwardBatch) -> torch.Tensor:
+        number = next(numbers)
+        assert len(ran) >= number - 1, "kernels of the plan that is made anew may run"
+        device.forward.launch(lambda: ran.append(number))
+        return launch_plainly(batch)
+
+    monkeypatch.setattr(runner_module, "record_event", lambda _: device.forward.record())
+    monkeypatch.setattr(runner, "launch", launch)
+    running.propose({0: 4})
+    assert len(ran) < 4, "nothing is on its way"
+    monkeypatch.setattr(draft_model, "samples_on", lambda _: False)  # for want of a GPU's sampler
+    running.propose({1: 2})
+    assert ran == [*range(6)], "the host reads what has not run"
+
+
 def test_prompts_are_followed_without_a_wait(
     models: Models, tokens: list[int], waits: list[str]
 ) -> None:

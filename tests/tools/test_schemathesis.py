@@ -55,7 +55,7 @@ async def attack(tmp_path: Path, phase: str, examples: int) -> int:
         return int(found[1])
 
 
-@pytest.mark.slow  # `tests/router/http/test_fuzz.py` has bodies by the same document
+@pytest.mark.slow  # `test_fuzz.py` and `test_openapi.py` of `tests/router/http` send bodies, too
 async def test_a_few_calls(tmp_path: Path) -> None:
     assert await attack(tmp_path, "fuzzing", 5) > 20
 
