@@ -351,7 +351,7 @@ def test_guesses_that_the_host_reads_take_turns_of_the_plans_too(
 ) -> None:
     """The guesses before them, of other requests, may not have run."""
     device = LateStreams(random.Random(0))
-    params = [GREEDY, PENALIZED, GREEDY, GREEDY]
+    params: list[dict[str, Any]] = [GREEDY, PENALIZED, GREEDY, GREEDY]
     running = runs(models, "llama", ("llama", "float32"), tokens, params)
     runner, numbers, ran = running.drafter._runner, itertools.count(), list[int]()
     launch_plainly = runner.launch
