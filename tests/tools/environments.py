@@ -156,12 +156,12 @@ class Environment:
 
 
 def find_python(command: str) -> str | None:
-    """Find a Python that runs by its command; pyenv's commands may stand for none of its versions.
+    """Find a Python that runs by its command or path; pyenv's commands may stand for no version.
 
     Those are looked for in its folder of versions, the latest first.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    minor = command.removeprefix("python")
+    minor = command.removeprefix("python") if Path(command).name == command else ""
     others = sorted(pyenv.glob(f"{minor}.*/bin/{command}"), reverse=True) if minor else []
     for one in (shutil.which(command), *map(str, others)):
         if one is not None and run_bounded([one, "-c", ""], 60)[0] == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 import zipfile
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .environments import CannotMakeError, Environment, make_all
+from .environments import CannotMakeError, Environment, find_python, make_all
 
 SECONDS = 120.0
 NAME = "kvrelay-tests-tool"
@@ -99,3 +100,8 @@ def processes() -> list[str]:
     return subprocess.run(
         ["ps", "-eo", "args"], check=True, capture_output=True, text=True
     ).stdout.splitlines()
+
+
+def test_a_python_is_found_by_its_path_too(tmp_path: Path) -> None:
+    assert find_python(sys.executable) == sys.executable
+    assert find_python(str(tmp_path / "python3.12")) is None
