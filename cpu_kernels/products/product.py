@@ -35,7 +35,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from kvrelay.cpu_kernels.arrays import Array
-from kvrelay.cpu_kernels.jit import inlined, kernel
+from kvrelay.cpu_kernels.jit import inlined, kernel, team_part
 from kvrelay.cpu_kernels.lanes import (
     LANES,
     LINE_BYTES,
@@ -304,7 +304,7 @@ def multiply(
     run_on_team(threads, multiply_remaining, args)
 
 
-@kernel
+@team_part
 def multiply_remaining(
     counter: Array, share: int, stride: int, units: int, product: Product
 ) -> None:
