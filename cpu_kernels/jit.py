@@ -6,15 +6,13 @@ half of a float32, and float16's bits as int16.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
-import llvmlite.binding  # type: ignore[import-untyped]
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.extending import intrinsic, overload
@@ -125,12 +123,6 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
 def widen(bits: Any) -> Any:
     """A stored element as float32, inside kernels: from bits, or a float32 itself."""
     raise NotImplementedError("only inside a kernel")
-
-
-def has_float16() -> bool:
-    """Whether this processor converts float16 by itself, as `widen` and `store` need."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("f16c")) or platform.machine() in ("aarch64", "arm64")
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -42,12 +42,12 @@ from kvrelay.cpu_kernels.lanes import (
     add_product,
     ask_for_line,
     constant,
-    has_bfloat16_products,
     loop,
     switch,
     times,
 )
 from kvrelay.cpu_kernels.pair_memory import add_widened, address_of, make_lines
+from kvrelay.cpu_kernels.processor import has_bfloat16_products
 from kvrelay.cpu_kernels.products.product_floats import (
     FLOAT_ROWS,
     LINES,
