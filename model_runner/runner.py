@@ -166,7 +166,7 @@ class ModelRunner:
 
     @property
     def arithmetic(self) -> str:
-        """What the order of sums follows from, where workers have to agree in every bit.
+        """The features that the order of sums follows from, where workers must agree in every bit.
 
         That is in float32 and with `batch_invariant`, on a CPU. Other bfloat16 differs by batch.
         """
