@@ -20,6 +20,7 @@
     ├── GrammarQueueFull       RESOURCE_EXHAUSTED, too
     ├── GrammarsFull           RESOURCE_EXHAUSTED, too
     ├── OverLimit              RESOURCE_EXHAUSTED, too: names the token's limit
+    ├── ReadersFull            RESOURCE_EXHAUSTED, too
     ├── SlowReader             RESOURCE_EXHAUSTED: the client does not read what it is sent
     ├── DeadlineExceeded       DEADLINE_EXCEEDED
     ├── DeadlineTooNear        DEADLINE_EXCEEDED, too, but at once
@@ -194,6 +195,19 @@ class GrammarsFull(RequestError):  # noqa: N818
         super().__init__(
             f"{have}, and the router takes no more (--max-grammar-bytes); "
             f"try again in {retry_after_ms} ms"
+        )
+        self.retry_after_ms = retry_after_ms
+
+
+class ReadersFull(RequestError):  # noqa: N818
+    """A refusal: as many streams of one live request are open as the router takes."""
+
+    outcome = "overloaded"
+
+    def __init__(self, request_id: str, readers: int, retry_after_ms: int) -> None:
+        super().__init__(
+            f"request_id: {readers} streams of the live request {request_id!r} are open, and the "
+            f"router takes no more; try again in {retry_after_ms} ms"
         )
         self.retry_after_ms = retry_after_ms
 

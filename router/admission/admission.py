@@ -86,6 +86,7 @@ class Admission:
         self._live = live
         self._texts = texts.threads
         self._metrics = metrics
+        self._retry_after_ms = config.retry_after_ms
         self._validator = Validator(
             model_name=config.model_name,
             encode=texts.encode,
@@ -178,7 +179,7 @@ class Admission:
         self._validator.check(message, limits, caller, ask.prompt)
         running = self._live.get(caller, message.request_id)
         if running is not None:
-            running.check_same(await self._fingerprint(ask, caller))
+            running.check_join(await self._fingerprint(ask, caller), self._retry_after_ms)
             if running.outcome is None:  # it may have been aborted meanwhile
                 self._check_session(ask, caller, running)
                 return running
