@@ -181,7 +181,7 @@ class LiveRequests:
             request,
             stream,
             Readers(stream, patience),
-            Failover(self._fleet, self._config, self._metrics),
+            Failover(self._fleet, self._config, self._metrics, stopwatch.arrived),
             self._metrics,
             stopwatch,
             self._attempt_numbers,
