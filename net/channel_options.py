@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from typing import Final
 
-from kvrelay.net.door_rules import MAX_MESSAGE_BYTES, ListenerRule
+from kvrelay.net.door_rules import ANY_NUMBER, MAX_MESSAGE_BYTES, ListenerRule
 
 Options = list[tuple[str, int]]
 
@@ -19,8 +19,6 @@ at once, because its socket closes, and its supervisor finds a process that hang
 """
 _LEAST_PING_INTERVAL_MS: Final = KEEPALIVE_MS // 2
 """A server ends connections that ping more often. gRPC's own bound is 5 minutes."""
-
-_ANY_NUMBER: Final = (1 << 31) - 1
 
 _KEEPALIVE: Final = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -60,8 +58,8 @@ def server_options(rule: ListenerRule, most_bytes: int, *, internal: bool) -> Op
         ("grpc.server_handshake_timeout_ms", _ms(rule.begin_seconds)),
         ("grpc.max_allowed_incoming_connections", rule.most_connections or most_connections()),
         # Of more than a thousand calls that wait, gRPC would end any at random, also another's.
-        ("grpc.server.max_pending_requests", _ANY_NUMBER),
-        ("grpc.server.max_pending_requests_hard_limit", _ANY_NUMBER),
+        ("grpc.server.max_pending_requests", ANY_NUMBER),
+        ("grpc.server.max_pending_requests_hard_limit", ANY_NUMBER),
         ("grpc.max_metadata_size", rule.most_head_bytes),
         ("grpc.absolute_max_metadata_size", rule.most_head_bytes),
         *_KEEPALIVE,  # it ends clients that read nothing at all, too

@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import Final
 
 KIB: Final = 1 << 10
+ANY_NUMBER: Final = (1 << 31) - 1
+"""No bound, where a number is wanted."""
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """The largest message between router and workers; well above what a router takes from a client."""
 HANDSHAKE_SECONDS: Final = 10.0
@@ -88,7 +90,7 @@ class ListenerRule:
     most_receiving: int = 64
     """The most messages that arrive at once. One more ends the longest of whoever has the most."""
     most_receiving_of_strangers: int = 16
-    """The same for methods that anybody may call."""
+    """The same for methods that anybody may call; 0: none of them has a message."""
     most_streams: int | None = None
     """The most open calls of a connection; None: no bound but those of the methods."""
 
@@ -196,7 +198,10 @@ WORKER: Final = ListenerRule(
 """A worker's listener: for routers, for decode workers, and for health checks."""
 
 _READ: Final = MethodRule(MethodAccess.TOKEN, most_bytes=0, answer_seconds=None)
-_OPEN: Final = MethodRule(MethodAccess.ANYBODY, most_bytes=0, answer_seconds=None)
+_OPEN: Final = MethodRule(
+    MethodAccess.ANYBODY, most_bytes=0, most_of_a_caller=1, most=4096, answer_seconds=None
+)
+"""The rule of a path for strangers: a connection serves one call after the other."""
 
 HTTP: Final = ListenerRule(
     {
@@ -252,33 +257,46 @@ HTTP: Final = ListenerRule(
     "a head is parsed, and a token hashed",
     most_connections=4096,
     most_head_bytes=64 * KIB,
+    most_receiving_of_strangers=0,
 )
 """The router's listener for HTTP; no answer but a stream outlives `--read-timeout` unread."""
 
+_SCRAPED: Final = MethodRule(
+    MethodAccess.ANYBODY,
+    most_bytes=0,
+    receive_seconds=10.0,
+    most_of_a_caller=1,
+    most=512,
+    answer_seconds=10.0,
+)
+
 METRICS: Final = ListenerRule(
-    {
-        "GET /metrics": MethodRule(
-            MethodAccess.ANYBODY, most_bytes=0, receive_seconds=10.0, answer_seconds=10.0
-        ),
-        "GET /sd": MethodRule(
-            MethodAccess.ANYBODY, most_bytes=0, receive_seconds=10.0, answer_seconds=10.0
-        ),
-    },
+    {"GET /metrics": _SCRAPED, "GET /sd": _SCRAPED},
     "a page is made, on a thread of its own",
     most_connections=512,
     idle_seconds=10.0,
+    most_receiving=0,
+    most_receiving_of_strangers=0,
 )
 """Everybody's listener for Prometheus. A connection has one call."""
 
 KV_EVENTS: Final = ListenerRule(
     {
         "SUBSCRIBE": MethodRule(
-            MethodAccess.ANYBODY, most_bytes=256, most=1024, most_of_a_caller=1024
+            MethodAccess.ANYBODY,
+            most_bytes=256,
+            most_of_a_caller=1024,
+            most=1024,
+            answer_seconds=None,
         )
     },
     "a topic is noted",
     most_bytes=256,
+    most_connections=ANY_NUMBER,
     idle_seconds=None,
+    most_head_bytes=256,
+    most_receiving=0,
+    most_receiving_of_strangers=0,
 )
 """A worker's socket of KV events, on loopback alone; a method is a subscription to a topic."""
 

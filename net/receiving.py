@@ -21,6 +21,7 @@ CallerOf = Callable[[Any], str]
 """A function that names the caller of a gRPC context."""
 
 
+_RETRY_AFTER: Final = (("retry-after-ms", "1000"),)
 _TOO_MANY: Final = "too many calls of this method are open"
 
 
@@ -146,7 +147,8 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
             patient = _PatientContext(context, self._unread, rule, handler.response_serializer)
             with opened.one_more(caller) as refusal:
                 if refusal:
-                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
+                    code, trailers = grpc.StatusCode.RESOURCE_EXHAUSTED, _RETRY_AFTER
+                    await context.abort(code, refusal, trailers)
                 try:
                     if handler.request_streaming:
                         await _converse(handler, rule, requests, patient)

@@ -60,7 +60,7 @@ from kvrelay.router.doors.http.protocol import (
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
-from kvrelay.router.errors import RequestError, Unavailable
+from kvrelay.router.errors import RequestError, TooManyCalls, Unavailable
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.sessions import Sessions
@@ -193,6 +193,7 @@ class _Endpoint:
         self._open = OpenCalls(rule)
         self._metrics = behind.metrics
         self._seconds = behind.config.read_timeout
+        self._retry_after_ms = behind.config.retry_after_ms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._rule)
@@ -211,7 +212,7 @@ class _Endpoint:
             exchange.turn = caller.turn
             with self._open.one_more(caller.turn) as refusal:
                 if refusal:
-                    raise HttpError(429, "rate_limit_error", refusal)
+                    raise TooManyCalls(refusal, self._retry_after_ms)
                 await self._handler(exchange, caller)
         except ClientGone:
             return ErrorAnswer(CLIENT_GONE, b"")
