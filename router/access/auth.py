@@ -34,6 +34,11 @@ def current_caller() -> Caller:
     return _caller.get()
 
 
+def set_caller(caller: Caller) -> None:
+    """Note whose call is handled in this task, and in tasks that it starts."""
+    _caller.set(caller)
+
+
 def name_caller(context: grpc.aio.ServicerContext) -> str:
     """Note the connection of the present call; return the name in whose turn it is served."""
     caller = _caller.get().at(connection_of(context))
@@ -113,7 +118,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untype
             caller = self._caller(rule, handler_call_details.invocation_metadata)
         except Refusal as refusal:
             return _refuse_with(refusal)
-        _caller.set(caller)  # in the task in which grpc.aio calls the handler, too
+        set_caller(caller)  # in the task in which grpc.aio calls the handler, too
         return await continuation(handler_call_details)
 
     def _caller(
