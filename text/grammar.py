@@ -20,6 +20,8 @@ from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from kvrelay.text.json_schema import enforced
+from kvrelay.text.regex_classes import ascii_classes
 from kvrelay.text.schema_place import find_place
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
@@ -51,7 +53,11 @@ _JSON_DEFAULTS: Final[Any] = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
 
 With more allowed, a weak model would go on with white space.
 """
-_OPTIONS: Final = "x-guidance"
+_IS_LARK: Final = re.compile(r"^\s*(%llguidance\b|[?!]*start\s*(\.\d+)?\s*:(?!:=))", re.MULTILINE)
+_LARK_PART: Final = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|\#[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\s*', re.DOTALL
+)
+"""A text, a comment, a regular expression, or what comes before a schema."""
 
 
 class GrammarError(Exception):
@@ -402,9 +408,10 @@ def source_of(constraint: Constraint) -> str:
     if constraint.json_schema is not None:
         return _of_schema(constraint.json_schema)
     if constraint.regex is not None:
-        return LLMatcher.grammar_from_regex(constraint.regex)
+        return LLMatcher.grammar_from_regex(ascii_classes(constraint.regex))
     if constraint.grammar is not None:
-        _check_schemas_within(constraint.grammar)
+        if _IS_LARK.search(constraint.grammar):
+            return LLMatcher.grammar_from_lark(_lark(constraint.grammar))
         try:
             return grammar_from("grammar", constraint.grammar)
         except ValueError as error:
@@ -418,30 +425,33 @@ def source_of(constraint: Constraint) -> str:
     return LLMatcher.grammar_from_lark(f"start: {start}{terminal}")
 
 
-def _check_schemas_within(grammar: str) -> None:
-    """Raise `GrammarError` if a schema in a grammar sets options, which `_of_schema` forbids.
+def _lark(grammar: str) -> str:
+    """A grammar in Lark's form as it is compiled: schemas and regular expressions as elsewhere.
 
-    A schema that Python cannot read may still be JSON to llguidance, so it is refused. Schemas are
-    read only if the grammar could name the option, each part once or twice.
+    Raises:
+        GrammarError: a schema in it is no JSON.
     """
-    if "guidance" not in grammar and "\\u" not in grammar:
-        return  # no schema can name the option
-    decoder = json.JSONDecoder()
-    for found in re.finditer(r"%json\s*", grammar):
-        try:
-            schema, _ = decoder.raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            schema = {_OPTIONS: None}
-        if isinstance(schema, dict) and _OPTIONS in schema:
-            raise GrammarError(f"{_OPTIONS} is not allowed")
+    decoder, parts, end = json.JSONDecoder(), [], 0
+    while found := _LARK_PART.search(grammar, end):
+        parts.append(grammar[end : found.start()])
+        part, end = found[0], found.end()
+        if part.startswith("%json"):
+            try:
+                _, end = decoder.raw_decode(grammar, found.end())
+                part = f"%json {enforced(grammar[found.end() : end])}"
+            except (ValueError, RecursionError) as error:
+                raise GrammarError(f"has %json with no JSON schema: {error}") from error
+        elif part.startswith("/") and not part.startswith("//"):
+            part = ascii_classes(part)
+        parts.append(part)
+    return "".join(parts) + grammar[end:]
 
 
 def _of_schema(schema: str) -> str:
     try:
-        json.loads(schema)
         # A schema cannot ask to have keywords left out in silence.
         return LLMatcher.grammar_from_json_schema(
-            schema, defaults=_JSON_DEFAULTS, overrides={"lenient": False}
+            enforced(schema), defaults=_JSON_DEFAULTS, overrides={"lenient": False}
         )
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"is no JSON schema: {error}") from error

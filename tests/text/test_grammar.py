@@ -177,17 +177,6 @@ def test_the_search_for_a_place_is_bounded() -> None:
     assert len(tried) == 200
 
 
-@pytest.mark.parametrize(
-    "option", ['{"x-guidance": {"lenient": true}, "uniqueItems": true}',
-               '{"x-guid\\u0061nce": {"lenient": true}, "uniqueItems": true}']
-)  # fmt: skip
-def test_a_schema_within_a_grammar_sets_no_options(grammars: Grammars, option: str) -> None:
-    with pytest.raises(GrammarError, match="x-guidance is not allowed"):
-        grammars.prepare(Wanted(grammar=f"start: %json {option}")).result()
-    inner = '{"type": "object", "properties": {"x-guidance": {"type": "string"}}}'
-    grammars.prepare(Wanted(grammar=f"start: %json {inner}")).result()
-
-
 def test_grammars_are_kept_by_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "LEAST_BYTES", 1 << 20)
     monkeypatch.setattr(grammar, "MOST_BYTES", 2 << 20)
