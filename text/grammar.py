@@ -439,7 +439,7 @@ def _lark(grammar: str) -> str:
             try:
                 _, end = decoder.raw_decode(grammar, found.end())
                 part = f"%json {enforced(grammar[found.end() : end])}"
-            except (ValueError, RecursionError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise GrammarError(f"has %json with no JSON schema: {error}") from error
         elif part.startswith("/") and not part.startswith("//"):
             part = ascii_classes(part)
@@ -453,7 +453,7 @@ def _of_schema(schema: str) -> str:
         return LLMatcher.grammar_from_json_schema(
             enforced(schema), defaults=_JSON_DEFAULTS, overrides={"lenient": False}
         )
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise GrammarError(f"is no JSON schema: {error}") from error
 
 

@@ -211,9 +211,9 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
         return
     lower = _number(schema, "minimum", "exclusiveMinimum")
     upper = _number(schema, "maximum", "exclusiveMaximum")
-    if upper is None and (lower is None or lower < _LARGEST):
+    if upper is None and "maximum" not in schema and (lower is None or lower < _LARGEST):
         upper = schema["maximum"] = _LARGEST
-    if lower is None and (upper is not None and upper > -_LARGEST):
+    if lower is None and "minimum" not in schema and (upper is None or upper > -_LARGEST):
         lower = schema["minimum"] = -_LARGEST
     is_wide = lower is not None and upper is not None and upper - lower > _NARROW
     if is_wide and _allows(schema, "number") and "multipleOf" not in schema:

@@ -120,6 +120,23 @@ def test_a_schema_within_a_grammar_is_read_like_any_other() -> None:
     assert not is_taken(wanted, '<{"b":1}>')
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": [1]},
+        {"type": "object", "$defs": 1},
+        {"allOf": 3},
+        {"type": [{}], "anyOf": [1]},
+        {"properties": [], "required": 1, "items": [3]},
+        {"$ref": "#/allOf/x/y", "allOf": [[]]},
+        {"minimum": "a", "type": "number"},
+    ],
+)
+def test_a_schema_that_is_none_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError):
+        begun(form(schema))
+
+
 MESSAGES = [
     (StructuredOutput(regex=r"[^\s\S]"), "allows no output"),
     (form({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}), "use anyOf"),
