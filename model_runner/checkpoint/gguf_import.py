@@ -88,7 +88,7 @@ def _parsed_once() -> Iterator[None]:
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, *args: Any, **options: Any) -> Any:
-            self.data = np.asarray(self.data)
+            self.data: Any = np.asarray(self.data)
             return super()._get(*args, **options)
 
     parse, make_names = gguf.GGUFReader, gguf.get_tensor_name_map
