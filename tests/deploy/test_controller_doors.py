@@ -61,7 +61,7 @@ async def test_a_message_that_does_not_come_ends_the_call(
 ):
     method = "/kvrelay.v1.ControllerService/GetCluster"
     hasty = replace(OPERATORS.methods[method], receive_seconds=0.1)
-    monkeypatch.setitem(cast(dict[str, MethodRule], OPERATORS.methods), method, hasty)
+    monkeypatch.setitem(cast("dict[str, MethodRule]", OPERATORS.methods), method, hasty)
     make_world()
     plan = PlacementPlan(namespace="kvrelay/t")
     spec = ControllerSpec("t", (), plan, 30, advertised={"": "127.0.0.1"})
