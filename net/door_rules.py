@@ -114,7 +114,7 @@ _TEXT: Final = MethodRule(
     MethodAccess.GENERATE, most_of_a_caller=1024, most=4096, order=ServingOrder.TEXTS
 )
 _SHOWN: Final = MethodRule(MethodAccess.TOKEN, most_bytes=KIB)
-_OPERATED: Final = MethodRule(MethodAccess.ADMIN, most_of_a_caller=32, most=64)
+_OPERATED: Final = MethodRule(MethodAccess.ADMIN, most_of_a_caller=256, most=512)
 _SPOKEN: Final = MethodRule(
     MethodAccess.CLUSTER, most_of_a_caller=None, most=None, answer_seconds=None
 )
@@ -150,7 +150,7 @@ GRPC: Final = ListenerRule(
         f"{_INFERENCE}GetSessions": MethodRule(
             MethodAccess.GENERATE,
             most_bytes=KIB,
-            most_of_a_caller=4,
+            most_of_a_caller=8,
             most=64,
             order=ServingOrder.PIECES,
         ),
@@ -216,7 +216,7 @@ HTTP: Final = ListenerRule(
         "GET /v1/sessions": MethodRule(
             MethodAccess.GENERATE,
             most_bytes=0,
-            most_of_a_caller=4,
+            most_of_a_caller=8,
             most=64,
             answer_seconds=None,
             order=ServingOrder.PIECES,

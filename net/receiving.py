@@ -8,6 +8,7 @@ import inspect
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -124,7 +125,8 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
         self._of_strangers = Receipts(rule.most_receiving_of_strangers)
         self._of_callers = Receipts(rule.most_receiving)
         self._open = {
-            method: OpenCalls(one, self._unread.end_oldest) for method, one in self._rules.items()
+            method: OpenCalls(one, partial(self._unread.end_oldest, method))
+            for method, one in self._rules.items()
         }
         self._trimmer = Trimmer()
 
@@ -144,7 +146,8 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
 
         async def serve(requests: Any, context: grpc.aio.ServicerContext) -> None:
             caller = self._caller_of(context)
-            patient = _PatientContext(context, self._unread, rule, handler.response_serializer)
+            waiting = partial(self._unread.waiting, context.peer(), method)
+            patient = _PatientContext(context, waiting, rule, handler.response_serializer)
             with opened.one_more(caller) as refusal:
                 if refusal:
                     code, trailers = grpc.StatusCode.RESOURCE_EXHAUSTED, _RETRY_AFTER
@@ -237,14 +240,13 @@ class _PatientContext:
     def __init__(
         self,
         context: grpc.aio.ServicerContext,
-        unread: UnreadAnswers,
+        waiting: Callable[[int, float], contextlib.AbstractContextManager[None]],
         rule: MethodRule,
         serialize: Callable[[Any], bytes] | None,
     ) -> None:
         self._context = context
-        self._unread = unread
+        self._waiting = waiting
         self._serialize = serialize
-        self._peer: str = context.peer()
         self._seconds = rule.answer_seconds
         self.write = context.write if self._seconds is None and serialize is None else self._write
 
@@ -257,13 +259,13 @@ class _PatientContext:
         if self._seconds is None:
             await self._context.write(answer)
             return
-        with self._unread.waiting(self._peer, len(answer), self._seconds), _ended_with_its_client():
+        with self._waiting(len(answer), self._seconds), _ended_with_its_client():
             await self._context.write(answer)
 
     async def abort(self, *status: Any) -> None:
         """End the call with a status, which waits behind what its client has not read."""
         seconds = self._seconds or _STATUS_SECONDS
-        with self._unread.waiting(self._peer, 0, seconds), _ended_with_its_client():
+        with self._waiting(0, seconds), _ended_with_its_client():
             await self._context.abort(*status)
 
 

@@ -33,8 +33,9 @@ _PAUSE_SECONDS: Final = 0.1
 class _Unread:
     """One answer that waits to be read."""
 
-    def __init__(self, peer: str, num_bytes: int) -> None:
+    def __init__(self, peer: str, method: str, num_bytes: int) -> None:
         self.peer = peer
+        self.method = method
         self.num_bytes = num_bytes + _STATE_BYTES
         self.stuck = False
 
@@ -53,9 +54,9 @@ class UnreadAnswers:
         self._stuck: Counter[str] = Counter()  # by peer
 
     @contextlib.contextmanager
-    def waiting(self, peer: str, num_bytes: int, seconds: float) -> Iterator[None]:
+    def waiting(self, peer: str, method: str, num_bytes: int, seconds: float) -> Iterator[None]:
         """A context in which an answer waits to be read; after `seconds` it waits for too long."""
-        unread = _Unread(peer, num_bytes)
+        unread = _Unread(peer, method, num_bytes)
         self._waiting[unread] = None
         self._num_bytes[peer] += unread.num_bytes
         if self._num_bytes.total() > MOST_BYTES:
@@ -67,13 +68,15 @@ class UnreadAnswers:
             timer.cancel()
             self._forget(unread)
 
-    def end_oldest(self) -> None:
-        """Hang up on the peer whose answer has waited longest, if any waits."""
-        oldest = next(iter(self._waiting), None)
+    def end_oldest(self, method: str) -> None:
+        """Hang up on the peer whose answer of a method has waited longest, if any waits."""
+        oldest = next((one for one in self._waiting if one.method == method), None)
         if oldest is not None:
             self._end(oldest.peer)
 
     def _is_stuck(self, unread: _Unread) -> None:
+        if unread not in self._waiting:  # its peer was hung up on just now
+            return
         unread.stuck = True
         self._stuck[unread.peer] += 1
         if self._stuck[unread.peer] >= MOST_STUCK_OF_A_CONNECTION:

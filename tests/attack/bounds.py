@@ -7,7 +7,6 @@ from typing import Final
 
 MOST_MIB: Final = 128
 MOST_SECONDS: Final = 1.0
-AGAIN_MIB: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +18,9 @@ class Bound:
     mib: int = MOST_MIB
     """MiB of the router above what it had before."""
     stall_seconds: float = MOST_SECONDS
-    """Seconds that another caller's health check may take: the longest stall of the router's loop,
-    and what two busy cores add."""
-    answer_seconds: float = 4.0
+    """Seconds that the router may compute while another caller's health check waits: the longest
+    stall of its loop, and what its other threads compute meanwhile."""
+    answer_seconds: float = 5.0
     """Seconds that another caller's completion of eight tokens may take."""
 
 
@@ -64,6 +63,6 @@ def markdown() -> str:
     ]
     head = (
         "| strangers or clients without end, who … | router's memory above before | another's "
-        "health check | another's short completion |\n| --- | ---: | ---: | ---: |"
+        "health check waits | another's short completion |\n| --- | ---: | ---: | ---: |"
     )
     return "\n".join([head, *rows])

@@ -254,6 +254,24 @@ async def test_for_one_call_too_many_the_oldest_unread_answer_is_given_up() -> N
         assert not other.reader.at_eof()
 
 
+async def test_strangers_give_up_no_callers_answer() -> None:
+    rule = changed(CHECK, most=1)
+    async with serving(rule) as (address, _), connected(address) as caller:
+        caller.begin(window=0)
+        caller.call(GENERATE, message(bytes(1000)))
+        while (await caller.receive()).kind != HEADERS:
+            pass
+        async with connected(address) as stranger, connect(address) as channel:
+            stranger.begin(window=0)
+            stranger.call(CHECK, message(b""))
+            while (await stranger.receive()).kind != HEADERS:
+                pass
+            assert await check(channel) == SERVING
+            async with asyncio.timeout(5):
+                await stranger.until_hung_up()
+        assert not caller.reader.at_eof(), "its answer had waited longer"
+
+
 async def test_a_method_without_a_rule_is_not_served() -> None:
     others = {method: rule for method, rule in GRPC.methods.items() if method != CHECK}
     async with serving(replace(GRPC, methods=others)) as (address, _), connect(address) as channel:

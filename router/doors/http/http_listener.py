@@ -122,6 +122,7 @@ class _Connection(HttpToolsProtocol):
         self._trailer_bytes += len(name) + len(value)  # nobody reads them
         if self._trailer_bytes > _MOST_TRAILER_BYTES:
             self.transport.abort()
+            raise ValueError("too many trailers")  # else the parser goes on with what has come
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= _MOST_PIPELINED:
