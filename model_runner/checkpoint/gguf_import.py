@@ -81,8 +81,8 @@ def _parsed_once() -> Iterator[None]:
     """Parse a file once, as ordinary arrays, and name its tensors by one table.
 
     transformers parses it for the configuration, the weights and the tokenizer, and makes the
-    table for each tensor: half of the time. Half of the rest is what numpy does for each slice of
-    an array that is a file, of which a vocabulary has half a million.
+    table for each tensor: half of the time. Numpy takes long for each slice of an array that is a
+    file; a vocabulary has half a million.
     """
     import gguf
 

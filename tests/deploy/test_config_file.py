@@ -107,6 +107,7 @@ EVERYTHING: dict[str, Any] = {
     "max_grammar_bytes": 65538,
     "max_message_bytes": 65537,
     "batch_invariant": True,
+    "cpu_kernels": "own",
     "attention": "cpu",
     "attention_splits": "none",
     "kv_dtype": "fp8_e4m3",
