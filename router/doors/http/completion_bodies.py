@@ -130,9 +130,7 @@ def read_chat_completion(
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     call = _make_call(body, texts, params, [prompt], [prompt.num_bytes], logprobs)
-    parser = speaker(
-        tools, dialect, lambda: prompt.ends_in_reasoning, has_form=params.HasField(FIELD)
-    )
+    parser = speaker(tools, dialect, prompt, has_form=params.HasField(FIELD))
     shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
     renamed = {name: asked for name, asked in _IN_CHATS.items() if getattr(body, asked) is not None}
     return replace(call, asked_as={**asked_as, **renamed}, shown=shown)

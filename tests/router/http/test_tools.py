@@ -55,16 +55,24 @@ CALLS = (
 EOS = 400
 
 
-def saying(text: str, tokenizer: Tokenizer) -> Callable[..., Any]:
-    """A worker that says a text, token by token."""
+LENGTH = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_LENGTH)
+
+
+def saying(
+    text: str, tokenizer: Tokenizer, cut: worker_pb2.RequestEnd | None = None
+) -> Callable[..., Any]:
+    """A worker that says a text, token by token; it is cut off, or ends by itself."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
 
     async def say(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
         end = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_STOP, matched_token_id=EOS)
         for choice in choices_of(submit):
             for position, token in enumerate(ids):
-                worker.say(submit, position, (token,), choice=choice)
-            worker.say(submit, len(ids), (EOS,), choice=choice, end=end)
+                is_last = cut is not None and position == len(ids) - 1
+                last = {"end": cut} if is_last else {}
+                worker.say(submit, position, (token,), choice=choice, **last)
+            if cut is None:
+                worker.say(submit, len(ids), (EOS,), choice=choice, end=end)
 
     return say
 
@@ -295,6 +303,53 @@ async def test_a_tool_that_must_be_called(
         assert await streamed(client, tool_choice="required") == (expected, "tool_calls")
         sent = worker.submits[-1].sampling_params.structured_output.json_schema
         assert json.loads(sent)["minItems"] == 1
+
+
+async def test_a_call_that_was_cut_off_is_none(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A client would run it; a stream, which has told it already, at least does not end by it."""
+    nothing = {"content": "", "reasoning": "", "calls": []}
+    named = {"type": "function", "function": {"name": "weather"}}
+    begun = '{"city": "San'
+    cases: list[tuple[Any, str, list[list[str]]]] = [
+        ("required", '[{\n  "name"', []),
+        ("required", f'[{{"name": "weather", "parameters": {begun}', [["weather", begun]]),
+        (named, begun, [["weather", begun]]),
+        ("auto", '<tool_call>\n{"na', []),
+    ]
+    async with served(config, tmp_path) as (cluster, client):
+        for choice, text, told in cases:
+            cluster.workers[0].on_submit = saying(text, tokenizer, LENGTH)
+            assert whole(await ask(client, tool_choice=choice)) == (nothing, "length")
+            expected = {**nothing, "calls": told}
+            assert await streamed(client, tool_choice=choice) == (expected, "length")
+        # A stop string within the arguments.
+        text = '<tool_call>{"name": "f", "arguments": {"a": "b!'
+        cluster.workers[0].on_submit = saying(text, tokenizer)
+        assert whole(await ask(client, stop="!")) == (nothing, "stop")
+        assert (await streamed(client, stop="!"))[1] == "stop"
+
+
+async def test_a_prompt_that_goes_on_within_reasoning(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    template = "{{ messages[0].content }}{{ messages[1].content }}{# <think> #}"
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    async with served(config, tmp_path, template) as (cluster, client):
+        cluster.workers[0].on_submit = saying(" b</think>c", tokenizer)
+        for said, reasoning, content in [
+            ("<think>a", " b", "c"),
+            ("<think>", "b", "c"),
+            ("<think>x</think>a", "", " b</think>c"),
+        ]:
+            body: dict[str, Any] = {
+                "messages": [*CHAT["messages"], {"role": "assistant", "content": said}],
+                "tools": openai.omit,
+                "extra_body": goes_on,
+            }
+            for message, _ in (whole(await ask(client, **body)), await streamed(client, **body)):
+                assert (message["reasoning"], message["content"]) == (reasoning, content)
 
 
 async def test_earlier_calls_are_shown_to_the_template(
