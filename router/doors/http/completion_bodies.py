@@ -202,8 +202,9 @@ def _set_structure(
     if not given:
         return {}
     (name, form, value), *others = given
-    if others:
-        raise InvalidField(others[0][0], f"is not allowed with {name}")
+    for other in others:
+        if other[1:] != (form, value):  # clients send the same by its old and its new name
+            raise InvalidField(other[0], f"is not allowed with {name}")
     params.structured_output.CopyFrom(inference_pb2.StructuredOutput(**{form: value}))
     return {FIELD: name, f"{FIELD}.{form}": name}
 

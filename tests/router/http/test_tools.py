@@ -53,6 +53,7 @@ CALLS = (
     '<tool_call>\n{"name": "time"}\n</tool_call>'
 )
 EOS = 400
+ASKED: Any = CHAT["messages"]
 
 
 LENGTH = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_LENGTH)
@@ -326,7 +327,10 @@ async def test_a_call_that_was_cut_off_is_none(
             assert await streamed(client, tool_choice=choice) == (expected, "length")
         # A stop string within the arguments.
         text = '<tool_call>{"name": "f", "arguments": {"a": "b!'
-        cluster.workers[0].on_submit = saying(text, tokenizer)
+        end = worker_pb2.RequestEnd(
+            reason=worker_pb2.RequestEnd.REASON_STOP, matched_stop_string="!"
+        )
+        cluster.workers[0].on_submit = saying(text, tokenizer, end)
         assert whole(await ask(client, stop="!")) == (nothing, "stop")
         assert (await streamed(client, stop="!"))[1] == "stop"
 
@@ -344,7 +348,7 @@ async def test_a_prompt_that_goes_on_within_reasoning(
             ("<think>x</think>a", "", " b</think>c"),
         ]:
             body: dict[str, Any] = {
-                "messages": [*CHAT["messages"], {"role": "assistant", "content": said}],
+                "messages": [*ASKED, {"role": "assistant", "content": said}],
                 "tools": openai.omit,
                 "extra_body": goes_on,
             }
@@ -366,6 +370,71 @@ async def test_earlier_calls_are_shown_to_the_template(
         assert whole(await ask(client, messages=messages))[0]["content"] == "Sun."
         prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
         assert prompt.endswith('<assistant>Köln "am" Rhein<tool>sun')
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city":"San', "null", "[1]", '{"a":NaN}', '"Rome"', "", None]
+)
+async def test_a_conversation_goes_on_after_arguments_that_are_broken(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, arguments: Any
+) -> None:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "x", "type": "function", "function": function}
+    messages = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
+    async with served(config, tmp_path, "{{ messages[1].tool_calls[0].function.arguments }}") as (
+        cluster,
+        client,
+    ):
+        cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+        answer = await ask(client, messages=messages, tools=openai.omit)
+        assert whole(answer)[0]["content"] == "Sun."
+        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+        expected = "{}" if arguments in ("null", "", None) else str(arguments)
+        assert prompt == expected
+
+
+HERE = {"x": 1}
+DEEP: list[dict[str, Any]] = [
+    {"tools": [{**TIME, "function": {"name": "f", "parameters": HERE}}], "tool_choice": "required"},
+    {"tools": [{**TIME, "function": {"name": "f", "parameters": HERE}}]},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": HERE}}},
+    {"chat_template_kwargs": HERE},
+    {"metadata": HERE},
+    {"messages": [{"role": "user", "content": "x", "more": HERE}]},
+]
+
+
+async def test_depth_is_refused_or_served(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Whatever can be parsed can be written again, or is refused."""
+    async with (
+        served(config, tmp_path, HERMES + "{{ messages | tojson }}") as (cluster, client),
+        httpx.AsyncClient(base_url=str(client.base_url)) as http,
+    ):
+        cluster.workers[0].on_submit = saying("x", tokenizer)
+        for body in DEEP:
+            for depth in (100, *range(880, 990, 6)):
+                text = json.dumps({**CHAT, **body})
+                deep = text.replace(json.dumps(HERE), '{"x":' * depth + "{}" + "}" * depth)
+                answer = await http.post("chat/completions", content=deep)
+                assert answer.status_code in (200, 400), (depth, answer.text)
+
+
+async def test_the_same_form_by_two_names_is_one(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    grammar = {"grammar": 'start: "x"'}
+    async with (
+        served(config, tmp_path) as (cluster, client),
+        httpx.AsyncClient(base_url=str(client.base_url)) as http,
+    ):
+        cluster.workers[0].on_submit = saying("x", tokenizer)
+        body = {**CHAT, "structured_outputs": grammar, "guided_decoding_backend": "guidance"}
+        for other, status in [(grammar["grammar"], 200), ('start: "y"', 400)]:
+            answer = await http.post("chat/completions", json={**body, "guided_grammar": other})
+            assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == "guided_grammar"
 
 
 BAD = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
