@@ -67,7 +67,7 @@ class StructuredOutputs:
         try:
             if not self._fleet.known[0].eos_token_ids:
                 raise GrammarError("the model has no end-of-sequence token to end an output with")
-            return Grammar(key, await self._checks.check(wanted, key, caller.name))
+            return Grammar(key, await self._checks.check(wanted, key, caller.turn))
         except GrammarError as error:
             self._metrics.count(REFUSED_GRAMMARS, form=form)
             place = f" at {error.place}" if error.place else ""
