@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -63,7 +64,7 @@ from kvrelay.router.requests.request_trace import Tracing
 from kvrelay.router.sessions import Sessions
 from kvrelay.router.vllm_names import VllmNames
 from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_template
-from kvrelay.text.token_bytes import longest_token_bytes
+from kvrelay.text.token_bytes import leaves_bytes_encoded, longest_token_bytes
 from kvrelay.text.tokenizer import LoadedTokenizer, TokenizerError, load_tokenizer
 from kvrelay.v1 import (
     inference_pb2,
@@ -78,6 +79,7 @@ _GENERATE = f"/{_SERVICE}/Generate"
 _RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
 
 _LEAST_STREAMS = 1024
+logger = logging.getLogger(__name__)
 
 
 class OperatorDoor(Protocol):
@@ -285,6 +287,11 @@ class Router:
         threads = TextThreads(self._config.max_text_bytes, self._config.retry_after_ms)
         undo.callback(threads.close)
         longest = await asyncio.to_thread(longest_token_bytes, tokenizer)
+        if await asyncio.to_thread(leaves_bytes_encoded, tokenizer):
+            logger.warning(
+                "tokenizer.json has no ByteLevel decoder beside its ByteLevel pre-tokenizer: texts "
+                "will show letters such as Ġ for spaces, and structured output is refused"
+            )
         return Texts(tokenizer, longest, threads)
 
     async def _serve_clients(

@@ -20,9 +20,8 @@ from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from kvrelay.text.json_schema import enforced
+from kvrelay.text.json_schema import enforced, find_place
 from kvrelay.text.regex_classes import ascii_classes
-from kvrelay.text.schema_place import find_place
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 """The longest grammar, in whatever form."""

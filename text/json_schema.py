@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kvrelay.text.regex_classes import ascii_classes
@@ -40,6 +40,9 @@ _SMALLEST: Final = 1e-10
 """The bounds of numbers that a schema leaves open: without them digits could go on for ever."""
 _NARROW: Final = 1e-6
 _ANY: Final = "any-value"
+
+_MOST_TRIALS: Final = 200
+_DEFINITIONS: Final = ("$schema", "$defs", "definitions")
 
 
 def enforced(schema: str) -> str:
@@ -258,3 +261,48 @@ def _any_value() -> dict[str, Any]:
             {"type": "object", "additionalProperties": itself},
         ]
     }
+
+
+def find_place(schema: str, fails: Callable[[str], bool]) -> str:
+    """The JSON pointer of the innermost schema within `schema` that fails; empty: all of it.
+
+    Args:
+        schema: a schema that fails as a whole, in JSON.
+        fails: tells whether a schema by itself has the same error. It may raise anything.
+    """
+    try:
+        current = root = json.loads(schema)
+    except (ValueError, RecursionError):
+        return ""
+    place, trials = "", 0
+    while isinstance(current, dict):
+        for steps, inner in steps_in(current):
+            trials += 1
+            if trials > _MOST_TRIALS:
+                return place
+            if _fails(_with_definitions(inner, root), fails):
+                place, current = f"{place}/{'/'.join(map(_escaped, steps))}", inner
+                break
+        else:
+            return place
+    return place
+
+
+def _fails(schema: Any, fails: Callable[[str], bool]) -> bool:
+    try:
+        return fails(json.dumps(schema))
+    except Exception:  # another error than the one that is looked for
+        return False
+
+
+def _with_definitions(schema: Any, root: Any) -> Any:
+    """A copy of a schema that can be read alone, with the root's definitions if it needs any."""
+    if not isinstance(schema, dict) or not isinstance(root, dict):
+        return schema
+    shared = {name: root[name] for name in _DEFINITIONS if name in root}
+    refers = "$ref" in json.dumps(schema)
+    return {**shared, **schema} if refers else schema
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")

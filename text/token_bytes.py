@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
@@ -30,7 +30,7 @@ def longest_token_bytes(tokenizer: Tokenizer) -> int | None:
     if not all(map(_keeps, splitters)):
         return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    has_byte_level = any(one["type"] == "ByteLevel" for one in [*normalizers, *splitters])
+    has_byte_level = _has_byte_level([*normalizers, *splitters])
     if not _knows_every_byte(described["model"], vocabulary, has_byte_level):
         return None
     shrink = 1
@@ -40,6 +40,21 @@ def longest_token_bytes(tokenizer: Tokenizer) -> int | None:
             return None
         shrink *= factor
     return shrink * max(len(token.encode()) for token in vocabulary)
+
+
+def leaves_bytes_encoded(tokenizer: Tokenizer) -> bool:
+    """Whether texts would show the letters that stand for bytes, such as `Ġ` for a space."""
+    described = json.loads(tokenizer.to_str())
+    before = [
+        *_flat(described.get("normalizer"), "normalizers"),
+        *_flat(described.get("pre_tokenizer"), "pretokenizers"),
+    ]
+    behind = _flat(described.get("decoder"), "decoders")
+    return _has_byte_level(before) and not _has_byte_level(behind)
+
+
+def _has_byte_level(steps: Iterable[Described]) -> bool:
+    return any(step["type"] == "ByteLevel" for step in steps)
 
 
 def _flat(part: Described | None, inner: str) -> Iterator[Described]:

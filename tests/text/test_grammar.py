@@ -17,7 +17,7 @@ from kvrelay.text.grammar import (
     Grammars,
     model_vocabulary,
 )
-from kvrelay.text.schema_place import find_place
+from kvrelay.text.json_schema import find_place
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 from tests.known import known
 from tests.vocabularies import byte_vocabulary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -13,7 +14,7 @@ from kvrelay.text.output_parsers.formats import format_of
 from kvrelay.text.output_parsers.hermes import HermesParser
 from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
-from kvrelay.text.output_parsers.plain import NamedCallParser
+from kvrelay.text.output_parsers.plain import CallsAloneParser, NamedCallParser
 from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
 
@@ -48,6 +49,7 @@ def cut(text: str, random: Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+NONE: Said = ("", "", [])
 F = ("f", '{"a": [1, "}</tool_call>"], "b": {"c": "\\"é \\\\"}}')
 CALL_F = f'{{"name": "f", "arguments": {F[1]}}}'
 LONG = " \n" * 600
@@ -143,6 +145,58 @@ def test_streamed_is_as_whole(kind: str, text: str, said: Said) -> None:
     random = Random(text)
     for _ in range(50):
         assert parse(MAKE[kind](), cut(text, random)) == said
+
+
+BROKEN = '<tool_call>{"name": "f", "arguments": {</tool_call>'
+JSON_BROKEN = '{"name": "f", "parameters": {invalid json}}'
+TOLD_AT_THE_END: list[tuple[Callable[[], OutputParser], str, bool, Said]] = [
+    # What looks like a call, and has arguments that nobody can read, is content.
+    (lambda: HermesParser(is_whole=True), BROKEN, False, (BROKEN, "", [])),
+    (lambda: JsonCallsParser(is_whole=True), JSON_BROKEN, False, (JSON_BROKEN, "", [])),
+    (
+        lambda: HermesParser(is_whole=True),
+        f'<tool_call>{CALL_F}</tool_call><tool_call>{{"name": "g", "arguments": {{"a": NaN}}}}',
+        False,
+        ('<tool_call>{"name": "g", "arguments": {"a": NaN}}', "", [F]),
+    ),
+    # What was cut off is neither a call nor content.
+    (HermesParser, 'I look.\n<tool_call>\n{"na', True, ("I look.", "", [])),
+    (lambda: HermesParser(is_whole=True), '<tool_call>{"name": "f", "arguments": {"a', True, NONE),
+    (lambda: JsonCallsParser(is_whole=True), '{"name": "f", "parameters": {"a": "S', True, NONE),
+    (lambda: NamedCallParser("f", is_whole=True), '{"city": "San', True, NONE),
+    (PythonicParser, "[f(a='San", True, NONE),
+    (lambda: CallsAloneParser(JsonCallsParser()), '[{\n  "name"', True, NONE),
+    (JsonCallsParser, '{"answer": 4', True, ('{"answer": 4', "", [])),
+    (lambda: NamedCallParser("f", is_whole=True), '{"a": 1}', True, ("", "", [("f", '{"a": 1}')])),
+]
+
+
+@pytest.mark.parametrize(("make", "text", "is_cut", "said"), TOLD_AT_THE_END)
+def test_no_call_that_is_none_is_told(
+    make: Callable[[], OutputParser], text: str, is_cut: bool, said: Said
+) -> None:
+    for chunks in ([text], list(text)):
+        parser = make()
+        pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+        assert merged([*pieces, *parser.finish(is_cut=is_cut)]) == said
+
+
+@pytest.mark.parametrize("kind", ["hermes", "json", "pythonic", "named", "inside"])
+def test_a_long_output_takes_as_long_a_token_as_a_short_one(kind: str) -> None:
+    """Nothing is looked at again with each token."""
+
+    def seconds(number: int) -> float:
+        parser = MAKE[kind]()
+        parser.push({"hermes": "<tool_call>", "pythonic": "[f(a='"}.get(kind, ""))
+        parser.push('{"name": "f", "arguments": {"text": "')
+        begun = time.process_time()
+        for _ in range(number):
+            parser.push("word, ")
+        parser.finish()
+        return time.process_time() - begun
+
+    short = min(seconds(4_000) for _ in range(3))
+    assert min(seconds(40_000) for _ in range(2)) < 30 * short
 
 
 @pytest.mark.parametrize(("kind", "head", "piece"), [

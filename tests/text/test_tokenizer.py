@@ -3,7 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import decoders
 
+from kvrelay.text.token_bytes import leaves_bytes_encoded
 from kvrelay.text.tokenizer import TokenizerError, load_tokenizer
 from tests.checkpoints import make_tokenizer
 
@@ -32,3 +34,13 @@ def test_settings_from_training_change_no_prompt(tmp_path: Path) -> None:
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).tokenizer.encode("the quick brown fox").ids == plain
+
+
+def test_a_tokenizer_that_shows_letters_for_bytes_is_known() -> None:
+    tokenizer = make_tokenizer()
+    assert not leaves_bytes_encoded(tokenizer)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    assert not leaves_bytes_encoded(tokenizer)
+    tokenizer.decoder = decoders.Fuse()
+    assert "Ġ" in tokenizer.decode(tokenizer.encode("the quick fox").ids)
+    assert leaves_bytes_encoded(tokenizer)

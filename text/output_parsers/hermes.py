@@ -11,17 +11,21 @@ from kvrelay.text.output_parsers.pieces import OutputPiece, all_pieces
 
 
 class HermesParser:
-    """A parser of content with calls in it, each between two tags."""
+    """A parser of content with calls in it, each between two tags.
+
+    Args:
+        is_whole: tell a call when it is complete, and only if its arguments are JSON.
+    """
 
     _OPEN: Final = "<tool_call>"
     _CLOSE: Final = "</tool_call>"
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_whole: bool = False) -> None:
         self._held = ""
         self._before = ""
         """The white space and the tag before the call."""
         self._call: JsonCall | None = None
-        self._calls = JsonCalls()
+        self._calls = JsonCalls(is_whole=is_whole)
         self._space = EndingSpace()
         self._is_unclosed = False
         """Something else has come in place of the latest call's closing tag."""
@@ -31,13 +35,13 @@ class HermesParser:
         self._held += text
         return all_pieces(self._step)
 
-    def finish(self) -> Sequence[OutputPiece]:
-        """The remaining pieces."""
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
+        """The remaining pieces; a call that was cut off is none."""
         call, held = self._call, self._held
         self._held, self._call = "", None
         if call is None:
             return self._content(held)
-        if self._calls.in_call or call.is_complete:
+        if self._calls.in_call or call.is_complete or is_cut:
             return []
         return [OutputPiece(content=self._before + call.text + held)]
 
@@ -67,7 +71,7 @@ class HermesParser:
         if not call.is_complete:
             self._held = call.push(self._held)
             pieces += self._calls.pieces(call)
-            if call.is_bad:
+            if self._calls.refuses(call):
                 pieces.append(OutputPiece(content=self._before + call.text))
                 self._call = None
                 return True

@@ -11,16 +11,20 @@ from kvrelay.text.output_parsers.pieces import OutputPiece, all_pieces
 
 
 class JsonCallsParser:
-    """A parser of outputs that are calls alone, in a row or in a list, or content alone."""
+    """A parser of outputs that are calls alone, in a row or in a list, or content alone.
+
+    Args:
+        is_whole: tell a call when it is complete, and only if its arguments are JSON.
+    """
 
     _TAG: Final = "<|python_tag|>"
     _BETWEEN: Final = " \n\t\r[];,"
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_whole: bool = False) -> None:
         self._held = ""
         self._before = ""
         self._call: JsonCall | None = None
-        self._calls = JsonCalls()
+        self._calls = JsonCalls(is_whole=is_whole)
         self._is_content = False
 
     def push(self, text: str) -> Sequence[OutputPiece]:
@@ -28,9 +32,9 @@ class JsonCallsParser:
         self._held += text
         return all_pieces(self._step)
 
-    def finish(self) -> Sequence[OutputPiece]:
-        """The remaining pieces."""
-        if self._calls.in_call:
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
+        """The remaining pieces; a call that was cut off is none, once it has its name."""
+        if self._calls.in_call or (is_cut and self._call is not None and self._call.name):
             return []
         begun = self._call.text if self._call is not None else ""
         text = self._before + begun + self._held
@@ -58,7 +62,7 @@ class JsonCallsParser:
             self._call, self._held = JsonCall(), behind
         self._held = self._call.push(self._held)
         pieces += self._calls.pieces(self._call)
-        if self._call.is_bad:
+        if self._calls.refuses(self._call):
             self._held = self._before + self._call.text + self._held
             self._before, self._call, self._is_content = "", None, True
             return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +38,13 @@ class OutputParser(Protocol):
     def push(self, text: str) -> Sequence[OutputPiece]:
         """The pieces that are certain after some more text."""
 
-    def finish(self) -> Sequence[OutputPiece]:
-        """The remaining pieces, as the output has ended."""
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
+        """The remaining pieces, as the output has ended.
+
+        Args:
+            is_cut: something else than the model has ended it, such as `max_tokens`.
+        """
+
+
+MakeParser: TypeAlias = Callable[[bool], OutputParser]
+"""A function that makes a parser; True: for an output that is told at its end, as a whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 
 
@@ -12,13 +13,26 @@ class NamedCallParser:
 
     Args:
         name: the tool's name.
+        is_whole: tell the call at its end, unless it was cut off.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_whole: bool = False) -> None:
         self._name = name
+        self._held: list[str] | None = [] if is_whole else None
 
     def push(self, text: str) -> Sequence[OutputPiece]:
         """The text as arguments; the first piece has the name."""
+        if self._held is not None:
+            self._held.append(text)
+            return []
+        return self._pieces(text)
+
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
+        """The call, if it was held back."""
+        text = "".join(self._held or ())
+        return [] if is_cut and not is_json(text) else self._pieces(text)
+
+    def _pieces(self, text: str) -> Sequence[OutputPiece]:
         if not text:
             return []
         name, self._name = self._name, ""
@@ -27,9 +41,24 @@ class NamedCallParser:
             OutputPiece(call=0, arguments=text),
         ]
 
-    def finish(self) -> Sequence[OutputPiece]:
-        """Nothing."""
-        return []
+
+class CallsAloneParser:
+    """A parser that drops all content from another parser's pieces: the output is held to calls.
+
+    Args:
+        parser: the parser that finds calls.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> Sequence[OutputPiece]:
+        """The pieces of calls that are certain after some more text."""
+        return [piece for piece in self._parser.push(text) if piece.call is not None]
+
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
+        """The remaining pieces of calls."""
+        return [piece for piece in self._parser.finish(is_cut=is_cut) if piece.call is not None]
 
 
 class ContentParser:
@@ -39,7 +68,7 @@ class ContentParser:
         """The text as content."""
         return [OutputPiece(content=text)] if text else []
 
-    def finish(self) -> Sequence[OutputPiece]:
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
         """Nothing."""
         return []
 
@@ -58,6 +87,6 @@ class FirstCallParser:
         """The pieces that are certain after some more text."""
         return [piece for piece in self._parser.push(text) if not piece.call]
 
-    def finish(self) -> Sequence[OutputPiece]:
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
         """The remaining pieces."""
-        return [piece for piece in self._parser.finish() if not piece.call]
+        return [piece for piece in self._parser.finish(is_cut=is_cut) if not piece.call]

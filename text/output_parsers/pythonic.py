@@ -11,30 +11,43 @@ from typing import Final
 from kvrelay.text.output_parsers.held_text import is_long
 from kvrelay.text.output_parsers.pieces import OutputPiece
 
+_MOST: Final = 16 << 10
+
 
 class PythonicParser:
     """A parser of outputs that are calls alone, as a Python list, or else content alone.
 
-    Calls come whole, at the end.
+    Calls come whole, at the end. An output of more than `_MOST` characters is content: to read it
+    at once would hold up everybody.
     """
 
     _MAY_BE_CALLS: Final = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?)?", re.DOTALL)
 
     def __init__(self) -> None:
         self._held = ""
+        self._arguments: list[str] = []
+        """The text behind `_held`, once a call's arguments have begun."""
+        self._room = _MOST
         self._is_content = False
         self._in_arguments = False
         """A call's arguments have begun: whether it is a call is known at the end."""
 
     def push(self, text: str) -> Sequence[OutputPiece]:
         """The pieces that are certain after some more text."""
-        self._held += text
-        if not self._is_content and not self._in_arguments:
+        if self._is_content:
+            return [OutputPiece(content=text)] if text else []
+        self._room -= len(text)
+        if self._in_arguments:
+            self._arguments.append(text)
+        else:
+            self._held += text
             self._look()
-        if not self._is_content or not self._held:
+        if self._room < 0:
+            self._is_content = True
+        if not self._is_content:
             return []
-        content, self._held = self._held, ""
-        return [OutputPiece(content=content)]
+        content = self._take()
+        return [OutputPiece(content=content)] if content else []
 
     def _look(self) -> None:
         """Decide whether the held text may be calls."""
@@ -43,12 +56,20 @@ class PythonicParser:
         begins = self._held.find("(") if self._in_arguments else len(self._held)
         self._is_content = found is None or is_long(begins)
 
-    def finish(self) -> Sequence[OutputPiece]:
-        """The calls, or the content that looked like them."""
-        held, self._held = self._held, ""
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
+        """The calls, or the content that looked like them; calls that were cut off are none."""
+        held = self._take()
         if self._is_content or not held:
             return []
-        return _python_calls(held) or [OutputPiece(content=held)]
+        calls = _python_calls(held)
+        if calls is None and is_cut and self._in_arguments:
+            return []
+        return calls or [OutputPiece(content=held)]
+
+    def _take(self) -> str:
+        held = "".join([self._held, *self._arguments])
+        self._held, self._arguments = "", []
+        return held
 
 
 def _python_calls(text: str) -> list[OutputPiece] | None:
@@ -61,11 +82,19 @@ def _python_calls(text: str) -> list[OutputPiece] | None:
         return None
 
 
+def _name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return f"{_name(function.value)}.{function.attr}"
+    if not isinstance(function, ast.Name):
+        raise ValueError("no name of a function")
+    return function.id
+
+
 def _call(number: int, call: ast.expr) -> Iterable[OutputPiece]:
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("no call with named arguments")
     values = {one.arg or "": ast.literal_eval(one.value) for one in call.keywords}
-    yield OutputPiece(call=number, name=ast.unparse(call.func))
+    yield OutputPiece(call=number, name=_name(call.func))
     yield OutputPiece(
         call=number, arguments=json.dumps(values, ensure_ascii=False, allow_nan=False)
     )

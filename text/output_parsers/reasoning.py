@@ -14,18 +14,21 @@ class ReasoningParser:
 
     Args:
         rest: the parser of the text behind the reasoning.
-        begins_inside: the prompt ended with the opening tag.
+        begins_inside: the prompt has begun the reasoning.
+        skips_space: white space at the beginning does not belong to the text.
     """
 
     OPEN: Final = "<think>"
     CLOSE: Final = "</think>"
 
-    def __init__(self, rest: OutputParser, *, begins_inside: bool) -> None:
+    def __init__(
+        self, rest: OutputParser, *, begins_inside: bool, skips_space: bool = True
+    ) -> None:
         self._rest = rest
         self._held = ""
         self._is_inside: bool | None = True if begins_inside else None
         """Whether the text is inside the reasoning; None: it is not known yet."""
-        self._skips_space = True
+        self._skips_space = skips_space
         """White space right behind a tag does not belong to the text."""
         self._space = EndingSpace()
 
@@ -45,14 +48,14 @@ class ReasoningParser:
             return self._inside()
         return self._behind()
 
-    def finish(self) -> Sequence[OutputPiece]:
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
         """The remaining pieces."""
         if self._is_inside:
             held, self._held = self._space.cut(self._held), ""
             return [OutputPiece(reasoning=held)] if held else []
         if self._is_inside is None:
             self._skips_space = False
-        return [*self._behind(), *self._rest.finish()]
+        return [*self._behind(), *self._rest.finish(is_cut=is_cut)]
 
     def _inside(self) -> Sequence[OutputPiece]:
         if self._skips_space:

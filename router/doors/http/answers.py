@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
@@ -24,7 +24,7 @@ from kvrelay.router.doors.http.logprobs_answer import (
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.events import ChoiceEnd, Completion, Delta, Event, FinishReason
 from kvrelay.router.requests.request_trace import CHAT, COMPLETION
-from kvrelay.text.output_parsers.pieces import OutputParser
+from kvrelay.text.output_parsers.pieces import MakeParser
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -130,7 +130,7 @@ class Shown:
     """Whether the token ids of prompt and output are shown."""
     continuous_usage: bool = False
     """Whether every chunk has the usage so far."""
-    parser: Callable[[], OutputParser] | None = None
+    parser: MakeParser | None = None
     """A function that makes a parser of one choice's text; None: all of it is content."""
     ends_by_calls: bool = True
     """Whether a choice with tool calls has the finish reason `tool_calls`."""
@@ -169,6 +169,9 @@ class CompletionAnswer:
 class _Choices:
     """The choices of one prompt: the code that both forms of an answer share."""
 
+    _is_whole = False
+    """Whether the answer is sent at once."""
+
     def __init__(self, answer: CompletionAnswer, prompt: PromptPart, shown: Shown) -> None:
         self._style = answer.style
         self._prompt = prompt
@@ -177,7 +180,8 @@ class _Choices:
         self._prompt_writer: PromptLogprobs | None = None
         self._spoken: list[Spoken] = []
         if shown.parser is not None:
-            self._spoken = [Spoken(shown.parser()) for _ in range(prompt.n)]
+            make = shown.parser
+            self._spoken = [Spoken(make(self._is_whole)) for _ in range(prompt.n)]
         if shown.logprobs is not None:
             writers = (answer.style.logprobs(shown.names, shown.logprobs) for _ in range(prompt.n))
             self._writers = list(writers)
@@ -207,7 +211,7 @@ class _Choices:
     def _reason(self, choice: int, end: ChoiceEnd) -> str:
         """Return why a choice ended; as in vLLM, `stop_reason` names the stop token or string."""
         reason = str(end.finish_reason)
-        called = self._spoken and self._spoken[choice].num_calls and self._shown.ends_by_calls
+        called = self._spoken and self._spoken[choice].has_calls and self._shown.ends_by_calls
         if called and end.finish_reason is FinishReason.STOP:
             reason = "tool_calls"
         return f'"finish_reason":"{reason}","stop_reason":{json.dumps(end.matched_stop)}'
@@ -225,6 +229,11 @@ class _Choices:
         if self._prompt_writer is not None:
             members += f',"prompt_logprobs":{self._prompt_writer.take()}'
         return members
+
+
+def _is_cut(end: ChoiceEnd) -> bool:
+    """Return whether something else than the model has ended an output."""
+    return end.finish_reason is not FinishReason.STOP or isinstance(end.matched_stop, str)
 
 
 def _of_prompt_alone(delta: Delta) -> Delta:
@@ -293,7 +302,10 @@ class Chunks(_Choices):
     def _end(self, choice: int, end: ChoiceEnd) -> str:
         beginning = "" if choice in self._begun else self._beginning(choice)
         if self._spoken:
-            last = [self._chunk(choice, words) for words in self._spoken[choice].finish()]
+            last = [
+                self._chunk(choice, words)
+                for words in self._spoken[choice].finish(is_cut=_is_cut(end))
+            ]
             beginning += "".join(last)
         return beginning + self._chunk(choice, self._style.no_text, self._reason(choice, end))
 
@@ -357,6 +369,8 @@ class Whole(_Choices):
         held: counts the collected bytes.
     """
 
+    _is_whole = True
+
     def __init__(
         self, answer: CompletionAnswer, prompt: PromptPart, shown: Shown, held: HeldAnswer
     ) -> None:
@@ -381,7 +395,10 @@ class Whole(_Choices):
     def _take(self, delta: Delta) -> int:
         """Take output; return its approximate bytes in the answer."""
         choice = delta.choice
-        self._texts[choice].append(delta.text)
+        if self._spoken:
+            self._spoken[choice].take(delta.text)
+        else:
+            self._texts[choice].append(delta.text)
         num_bytes = len(delta.text) + self._add(choice, delta.tokens)
         if self._shown.token_ids:
             self._ids[choice] += [token.token_id for token in delta.tokens]
@@ -399,9 +416,10 @@ class Whole(_Choices):
         return self._of_prompt(0) if self._style.prompt_on_top else ""
 
     def _choice(self, choice: int, end: ChoiceEnd) -> str:
-        text = "".join(self._texts[choice])
-        spoken = self._spoken[choice] if self._spoken else None
-        words = spoken.message(text) if spoken else self._style.text_of_whole(quoted(text))
+        if self._spoken:
+            words = self._spoken[choice].message(is_cut=_is_cut(end))
+        else:
+            words = self._style.text_of_whole(quoted("".join(self._texts[choice])))
         extra = ""
         if self._shown.token_ids:
             extra += f',"token_ids":{json.dumps(self._ids[choice])}'

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 
+from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 
 
@@ -18,22 +18,38 @@ class Spoken:
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
-        self.num_calls = 0
+        self._pieces: list[OutputPiece] = []
+        """The pieces of a whole answer."""
+        self._names: list[str] = []
+        self._arguments: list[list[str]] = []
+        """Of each call, its name and the parts of its arguments."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls, all of which have arguments that clients can read."""
+        return bool(self._names) and all(is_json("".join(parts)) for parts in self._arguments)
 
     def push(self, text: str) -> list[str]:
         """Return the members of chunks that some more text completes; often none."""
         return [self._delta(piece) for piece in self._parser.push(text)]
 
-    def finish(self) -> list[str]:
-        """Return the members of the last chunks."""
-        return [self._delta(piece) for piece in self._parser.finish()]
+    def finish(self, *, is_cut: bool) -> list[str]:
+        """Return the members of the last chunks, for an output that was cut off or not."""
+        return [self._delta(piece) for piece in self._parser.finish(is_cut=is_cut)]
 
-    def message(self, text: str) -> str:
-        """Return the member of a whole answer's choice, for all of the text."""
-        pieces = [*self._parser.push(text), *self._parser.finish()]
-        content = "".join([piece.content for piece in pieces])
-        reasoning = "".join([piece.reasoning for piece in pieces])
-        calls = self._calls(pieces)
+    def take(self, text: str) -> None:
+        """Take some more text of a whole answer."""
+        self._pieces += self._parser.push(text)
+
+    def message(self, *, is_cut: bool) -> str:
+        """Return the member of a whole answer's choice, for all of the text that it was given."""
+        self._pieces += self._parser.finish(is_cut=is_cut)
+        for piece in self._pieces:
+            self._note(piece)
+        content = "".join([piece.content for piece in self._pieces])
+        reasoning = "".join([piece.reasoning for piece in self._pieces])
+        whole = zip(self._names, map("".join, self._arguments), strict=True)
+        calls = [_begun(*call) for call in whole]
         members = ['"role":"assistant"']
         members.append(f'"content":{quoted(content) if content or not calls else "null"}')
         if reasoning:
@@ -46,25 +62,21 @@ class Spoken:
         if piece.call is None:
             name = "reasoning_content" if piece.reasoning else "content"
             return f'"delta":{{"{name}":{quoted(piece.reasoning or piece.content)}}}'
+        self._note(piece)
         if piece.name:
-            self.num_calls += 1
             call = _begun(piece.name, "", f'"index":{piece.call},')
         else:
             arguments = quoted(piece.arguments)
             call = f'{{"index":{piece.call},"function":{{"arguments":{arguments}}}}}'
         return f'"delta":{{"tool_calls":[{call}]}}'
 
-    def _calls(self, pieces: Iterable[OutputPiece]) -> Sequence[str]:
-        names: list[str] = []
-        arguments: list[str] = []
-        for piece in pieces:
-            if piece.name:
-                names.append(piece.name)
-                arguments.append("")
-            if piece.call is not None:
-                arguments[-1] += piece.arguments
-        self.num_calls = len(names)
-        return [_begun(*call) for call in zip(names, arguments, strict=True)]
+    def _note(self, piece: OutputPiece) -> None:
+        """Keep a call's name and arguments."""
+        if piece.name:
+            self._names.append(piece.name)
+            self._arguments.append([])
+        if piece.call is not None:
+            self._arguments[-1].append(piece.arguments)
 
 
 def _begun(name: str, arguments: str, index: str = "") -> str:

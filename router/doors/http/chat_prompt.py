@@ -46,8 +46,11 @@ class ChatPrompt:
         self._options = options
         self.num_bytes = num_bytes
         self._add_special_tokens = add_special_tokens
-        self.ends_in_reasoning = False
-        """Whether the rendered text has begun the answer's reasoning; known after the rendering."""
+        self.ends_in_reasoning = self.ends_in_words = False
+        """Whether the rendered text has begun the answer's reasoning, and has words of it.
+
+        Both are known after the rendering.
+        """
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
         """Return the conversation's tokens; raise `InvalidField` if no room for output is left."""
@@ -55,7 +58,14 @@ class ChatPrompt:
             text = self._template.render(self._messages, **self._options)
         except TemplateError as error:
             raise InvalidField(self.field, str(error)) from error
-        self.ends_in_reasoning = text.rstrip().endswith(ReasoningParser.OPEN)
+        end = text.rstrip()
+        if self._options["continue_final_message"]:
+            said = self._messages[-1]["content"]
+            begun, closed = map(said.rfind, (ReasoningParser.OPEN, ReasoningParser.CLOSE))
+            self.ends_in_reasoning = begun > closed
+            self.ends_in_words = not end.endswith(ReasoningParser.OPEN)
+        else:
+            self.ends_in_reasoning = end.endswith(ReasoningParser.OPEN)
         return encoded(self.field, text, self._encode, limits)
 
     def _encode(self, text: str, most_tokens: int) -> Sequence[int]:

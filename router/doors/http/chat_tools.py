@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
+from kvrelay.router.doors.http.chat_prompt import ChatPrompt
 from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
@@ -16,16 +17,21 @@ from kvrelay.text.json_schema import refer_below, without_annotations
 from kvrelay.text.output_parsers.formats import ToolFormat, format_of
 from kvrelay.text.output_parsers.hermes import HermesParser
 from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
-from kvrelay.text.output_parsers.pieces import OutputParser
-from kvrelay.text.output_parsers.plain import ContentParser, FirstCallParser, NamedCallParser
+from kvrelay.text.output_parsers.pieces import MakeParser, OutputParser
+from kvrelay.text.output_parsers.plain import (
+    CallsAloneParser,
+    ContentParser,
+    FirstCallParser,
+    NamedCallParser,
+)
 from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
 from kvrelay.v1 import inference_pb2
 
-_PARSERS: Final[Mapping[ToolFormat, Callable[[], OutputParser]]] = {
-    ToolFormat.HERMES: HermesParser,
-    ToolFormat.LLAMA3_JSON: JsonCallsParser,
-    ToolFormat.PYTHONIC: PythonicParser,
+_PARSERS: Final[Mapping[ToolFormat, MakeParser]] = {
+    ToolFormat.HERMES: lambda is_whole: HermesParser(is_whole=is_whole),
+    ToolFormat.LLAMA3_JSON: lambda is_whole: JsonCallsParser(is_whole=is_whole),
+    ToolFormat.PYTHONIC: lambda _: PythonicParser(),
 }
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf"}
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}}
@@ -72,21 +78,23 @@ class Tools:
     first_alone: bool = False
     """Whether only the first of the model's calls counts."""
 
-    def parser(self, dialect: Dialect) -> Callable[[], OutputParser] | None:
+    def parser(self, dialect: Dialect) -> MakeParser | None:
         """Return a function that makes a parser of tool calls; None: all output is content."""
         if self.named:
-            return lambda: NamedCallParser(self.named)
+            return lambda is_whole: NamedCallParser(self.named, is_whole=is_whole)
         if self.required:
-            return JsonCallsParser
+            return lambda is_whole: CallsAloneParser(JsonCallsParser(is_whole=is_whole))
         if not self.shown or dialect.tools is None:
             return None
         make = _PARSERS[dialect.tools]
-        return (lambda: FirstCallParser(make())) if self.first_alone else make
+        if self.first_alone:
+            return lambda is_whole: FirstCallParser(make(is_whole))
+        return make
 
 
 def speaker(
-    tools: Tools, dialect: Dialect, in_reasoning: Callable[[], bool], *, has_form: bool
-) -> Callable[[], OutputParser] | None:
+    tools: Tools, dialect: Dialect, prompt: ChatPrompt, *, has_form: bool
+) -> MakeParser | None:
     """Return a function that makes a parser of an output; None: all of it is content.
 
     An output with a structured form has no reasoning, even if its prompt ends in reasoning.
@@ -94,13 +102,21 @@ def speaker(
     Args:
         tools: the call's tools.
         dialect: the model's dialect.
-        in_reasoning: tells whether the prompt has ended in reasoning, once it was rendered.
+        prompt: the prompt, which is rendered before a parser is made.
         has_form: whether the output has a structured form.
     """
     make = tools.parser(dialect)
     if not dialect.reasons or has_form:
         return make
-    return lambda: ReasoningParser((make or ContentParser)(), begins_inside=in_reasoning())
+
+    def make_speaker(is_whole: bool) -> OutputParser:
+        return ReasoningParser(
+            make(is_whole) if make is not None else ContentParser(),
+            begins_inside=prompt.ends_in_reasoning,
+            skips_space=not prompt.ends_in_words,
+        )
+
+    return make_speaker
 
 
 def read_tools(

@@ -130,9 +130,7 @@ def read_chat_completion(
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     call = _make_call(body, texts, params, [prompt], [prompt.num_bytes], logprobs)
-    parser = speaker(
-        tools, dialect, lambda: prompt.ends_in_reasoning, has_form=params.HasField(FIELD)
-    )
+    parser = speaker(tools, dialect, prompt, has_form=params.HasField(FIELD))
     shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
     renamed = {name: asked for name, asked in _IN_CHATS.items() if getattr(body, asked) is not None}
     return replace(call, asked_as={**asked_as, **renamed}, shown=shown)
@@ -204,8 +202,9 @@ def _set_structure(
     if not given:
         return {}
     (name, form, value), *others = given
-    if others:
-        raise InvalidField(others[0][0], f"is not allowed with {name}")
+    for other in others:
+        if other[1:] != (form, value):  # clients send the same by its old and its new name
+            raise InvalidField(other[0], f"is not allowed with {name}")
     params.structured_output.CopyFrom(inference_pb2.StructuredOutput(**{form: value}))
     return {FIELD: name, f"{FIELD}.{form}": name}
 

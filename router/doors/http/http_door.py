@@ -48,7 +48,7 @@ from kvrelay.router.doors.http.errors import (
     internal_error,
 )
 from kvrelay.router.doors.http.exchange import Bodies, ClientGone, Exchange
-from kvrelay.router.doors.http.json_body import parse_body, read_body
+from kvrelay.router.doors.http.json_body import parse_body, read_body, refusing_depth
 from kvrelay.router.doors.http.live_page import LivePage
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.doors.http.protocol import (
@@ -273,7 +273,7 @@ class _Door:
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/completions: goes on with texts or token ids."""
         body = await self._body(exchange)
-        with self._behind.admission.counting("http"):
+        with self._behind.admission.counting("http"), refusing_depth():
             call = read_completion(read_body(CompletionRequest, body), self._behind.texts)
             check_fits(call, caller, self._behind.config.max_live_requests)
         serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
@@ -282,7 +282,7 @@ class _Door:
     async def chat_completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/chat/completions: answers a conversation."""
         behind, body = self._behind, await self._body(exchange)
-        with behind.admission.counting("http"):
+        with behind.admission.counting("http"), refusing_depth():
             chat = read_body(ChatCompletionRequest, body)
             call = read_chat_completion(chat, exchange.body_bytes, behind.texts, self._dialect)
         serving = self._completions.serve(exchange, call, ChatStyle(), caller)

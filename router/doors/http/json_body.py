@@ -19,6 +19,7 @@ _MAX_ELEMENTS: Final = 1 << 20
 To parse as many takes some 60 ms, during which the event loop stands still.
 """
 _COLON_COUNTS: Final = 8
+_TOO_DEEP: Final = "the body is nested too deeply"
 _MAX_FAULTS: Final = 1 << 10
 """The most faults of a body whose first one is told; to list many holds up the router."""
 
@@ -40,12 +41,31 @@ def parse_body(body: bytes) -> dict[str, Any]:
             parsed = json.loads(body.decode())
         if b"\\u" in body:  # half a surrogate pair is no text, and cannot be encoded again
             json.dumps(parsed, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise HttpError(
+            400,
+            "invalid_request_error",
+            f"the body has the escape {half}, half of a surrogate pair, which is no text: "
+            "send both halves, or the character itself",
+        ) from None
+    except RecursionError:
+        raise HttpError(400, "invalid_request_error", _TOO_DEEP) from None
+    except ValueError as error:
         why = " ".join(str(error).split())
         raise HttpError(400, "invalid_request_error", f"the body is not JSON: {why}") from None
     if not isinstance(parsed, dict):
         raise HttpError(400, "invalid_request_error", "the body must be a JSON object")
     return parsed
+
+
+@contextlib.contextmanager
+def refusing_depth() -> Iterator[None]:
+    """Refuse a body, while it is read, that could be parsed and is too deep for what follows."""
+    try:
+        yield
+    except RecursionError:
+        raise HttpError(400, "invalid_request_error", _TOO_DEEP) from None
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, create_model
+from pydantic import Field, PlainValidator, TypeAdapter, create_model
 
 from kvrelay.router.doors.http.field_types import (
     AsSent,
@@ -30,6 +30,7 @@ from kvrelay.router.doors.http.field_types import (
     UInt32,
 )
 from kvrelay.router.doors.http.json_body import OpenObject, RequestBody
+from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.sampling_limits import LIMITS
 
@@ -138,6 +139,7 @@ class GenerationFields(SamplingFields):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     service_tier: Any = None
+    guided_decoding_backend: Any = None
     request_id: Any = None
 
     # Served with the values alone at which they have no effect.
@@ -196,17 +198,22 @@ _Content = Annotated[
 
 
 def _parse_arguments(given: Any) -> Any:
-    """Return the arguments of a call as the object that templates expect."""
-    if not isinstance(given, str):
-        return {} if given is None else given
-    try:
-        return json.loads(given or "{}")
-    except (ValueError, RecursionError):
-        raise ValueError("must be JSON") from None
+    """Return the arguments of a call as the object that templates expect, or as they came.
+
+    A call that was cut off, or that a model has written wrong, stays in its conversation.
+    """
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, str | dict):
+        raise ValueError("must be a text, or an object")
+    if isinstance(given, dict) or not is_json(given):
+        return given
+    read = json.loads(given)
+    return {} if read is None else read if isinstance(read, dict) else given
 
 
 _Arguments = Annotated[
-    Object, BeforeValidator(_parse_arguments, json_schema_input_type=str | Object | None)
+    Any, PlainValidator(_parse_arguments, json_schema_input_type=str | Object | None)
 ]
 
 

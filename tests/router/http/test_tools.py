@@ -53,18 +53,27 @@ CALLS = (
     '<tool_call>\n{"name": "time"}\n</tool_call>'
 )
 EOS = 400
+ASKED: Any = CHAT["messages"]
 
 
-def saying(text: str, tokenizer: Tokenizer) -> Callable[..., Any]:
-    """A worker that says a text, token by token."""
+LENGTH = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_LENGTH)
+
+
+def saying(
+    text: str, tokenizer: Tokenizer, cut: worker_pb2.RequestEnd | None = None
+) -> Callable[..., Any]:
+    """A worker that says a text, token by token; it is cut off, or ends by itself."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
 
     async def say(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
         end = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_STOP, matched_token_id=EOS)
         for choice in choices_of(submit):
             for position, token in enumerate(ids):
-                worker.say(submit, position, (token,), choice=choice)
-            worker.say(submit, len(ids), (EOS,), choice=choice, end=end)
+                is_last = cut is not None and position == len(ids) - 1
+                last = {"end": cut} if is_last else {}
+                worker.say(submit, position, (token,), choice=choice, **last)
+            if cut is None:
+                worker.say(submit, len(ids), (EOS,), choice=choice, end=end)
 
     return say
 
@@ -297,6 +306,56 @@ async def test_a_tool_that_must_be_called(
         assert json.loads(sent)["minItems"] == 1
 
 
+async def test_a_call_that_was_cut_off_is_none(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A client would run it; a stream, which has told it already, at least does not end by it."""
+    nothing = {"content": "", "reasoning": "", "calls": []}
+    named = {"type": "function", "function": {"name": "weather"}}
+    begun = '{"city": "San'
+    cases: list[tuple[Any, str, list[list[str]]]] = [
+        ("required", '[{\n  "name"', []),
+        ("required", f'[{{"name": "weather", "parameters": {begun}', [["weather", begun]]),
+        (named, begun, [["weather", begun]]),
+        ("auto", '<tool_call>\n{"na', []),
+    ]
+    async with served(config, tmp_path) as (cluster, client):
+        for choice, text, told in cases:
+            cluster.workers[0].on_submit = saying(text, tokenizer, LENGTH)
+            assert whole(await ask(client, tool_choice=choice)) == (nothing, "length")
+            expected = {**nothing, "calls": told}
+            assert await streamed(client, tool_choice=choice) == (expected, "length")
+        # A stop string within the arguments.
+        text = '<tool_call>{"name": "f", "arguments": {"a": "b!'
+        end = worker_pb2.RequestEnd(
+            reason=worker_pb2.RequestEnd.REASON_STOP, matched_stop_string="!"
+        )
+        cluster.workers[0].on_submit = saying(text, tokenizer, end)
+        assert whole(await ask(client, stop="!")) == (nothing, "stop")
+        assert (await streamed(client, stop="!"))[1] == "stop"
+
+
+async def test_a_prompt_that_goes_on_within_reasoning(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    template = "{{ messages[0].content }}{{ messages[1].content }}{# <think> #}"
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    async with served(config, tmp_path, template) as (cluster, client):
+        cluster.workers[0].on_submit = saying(" b</think>c", tokenizer)
+        for said, reasoning, content in [
+            ("<think>a", " b", "c"),
+            ("<think>", "b", "c"),
+            ("<think>x</think>a", "", " b</think>c"),
+        ]:
+            body: dict[str, Any] = {
+                "messages": [*ASKED, {"role": "assistant", "content": said}],
+                "tools": openai.omit,
+                "extra_body": goes_on,
+            }
+            for message, _ in (whole(await ask(client, **body)), await streamed(client, **body)):
+                assert (message["reasoning"], message["content"]) == (reasoning, content)
+
+
 async def test_earlier_calls_are_shown_to_the_template(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -311,6 +370,71 @@ async def test_earlier_calls_are_shown_to_the_template(
         assert whole(await ask(client, messages=messages))[0]["content"] == "Sun."
         prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
         assert prompt.endswith('<assistant>Köln "am" Rhein<tool>sun')
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city":"San', "null", "[1]", '{"a":NaN}', '"Rome"', "", None]
+)
+async def test_a_conversation_goes_on_after_arguments_that_are_broken(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, arguments: Any
+) -> None:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "x", "type": "function", "function": function}
+    messages = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
+    async with served(config, tmp_path, "{{ messages[1].tool_calls[0].function.arguments }}") as (
+        cluster,
+        client,
+    ):
+        cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+        answer = await ask(client, messages=messages, tools=openai.omit)
+        assert whole(answer)[0]["content"] == "Sun."
+        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+        expected = "{}" if arguments in ("null", "", None) else str(arguments)
+        assert prompt == expected
+
+
+HERE = {"x": 1}
+DEEP: list[dict[str, Any]] = [
+    {"tools": [{**TIME, "function": {"name": "f", "parameters": HERE}}], "tool_choice": "required"},
+    {"tools": [{**TIME, "function": {"name": "f", "parameters": HERE}}]},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": HERE}}},
+    {"chat_template_kwargs": HERE},
+    {"metadata": HERE},
+    {"messages": [{"role": "user", "content": "x", "more": HERE}]},
+]
+
+
+async def test_depth_is_refused_or_served(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Whatever can be parsed can be written again, or is refused."""
+    async with (
+        served(config, tmp_path, HERMES + "{{ messages | tojson }}") as (cluster, client),
+        httpx.AsyncClient(base_url=str(client.base_url)) as http,
+    ):
+        cluster.workers[0].on_submit = saying("x", tokenizer)
+        for body in DEEP:
+            for depth in (100, *range(880, 990, 6)):
+                text = json.dumps({**CHAT, **body})
+                deep = text.replace(json.dumps(HERE), '{"x":' * depth + "{}" + "}" * depth)
+                answer = await http.post("chat/completions", content=deep)
+                assert answer.status_code in (200, 400), (depth, answer.text)
+
+
+async def test_the_same_form_by_two_names_is_one(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    grammar = {"grammar": 'start: "x"'}
+    async with (
+        served(config, tmp_path) as (cluster, client),
+        httpx.AsyncClient(base_url=str(client.base_url)) as http,
+    ):
+        cluster.workers[0].on_submit = saying("x", tokenizer)
+        body = {**CHAT, "structured_outputs": grammar, "guided_decoding_backend": "guidance"}
+        for other, status in [(grammar["grammar"], 200), ('start: "y"', 400)]:
+            answer = await http.post("chat/completions", json={**body, "guided_grammar": other})
+            assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == "guided_grammar"
 
 
 BAD = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
