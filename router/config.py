@@ -67,11 +67,13 @@ class RouterOptions(ObservingOptions):
         Section.WORKERS,
     )
 
-    default_max_tokens: int = option(
-        256,
-        "The most output tokens of a request that does not set max_tokens.",
+    default_max_tokens: int | None = option(
+        None,
+        "The most output tokens of a request that does not set max_tokens. Unless this is given, a "
+        "chat may use what its prompt leaves of the context.",
         Section.REQUESTS,
         at_least=1,
+        shown_default="256, but not for chats",
     )
     max_live_requests: int = option(
         1024,

@@ -74,11 +74,11 @@ class GenerationRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that a decode worker must be able to hold for each choice.
+        """Tokens that a decode worker must be able to hold for each choice: all but the last.
 
         The choices need not fit together: some are then retracted and go on later.
         """
-        return len(self.input_ids) + self.params.stops.max_tokens
+        return len(self.input_ids) + self.params.stops.max_tokens - 1
 
 
 def in_full_on(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from kvrelay.router.admission.max_tokens import OutputLimit
 from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TurnPrompt
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.served_tokenizer import Texts
@@ -49,6 +50,8 @@ class IncomingRequest:
     """A function that makes the form of a new live request's events."""
     is_whole: bool = False
     """Whether the prompt is a whole conversation, and not only the session's new part."""
+    output: OutputLimit = OutputLimit.STRICT
+    """The endpoint's rule for `max_tokens`."""
 
 
 class Admission:
@@ -175,7 +178,7 @@ class Admission:
         message = ask.message
         if not ask.is_whole:
             self._sessions.check_turn(message)
-        self._validator.check(message, limits, caller, ask.prompt)
+        self._validator.check(message, limits, caller, ask.prompt, ask.output)
         running = self._live.get(caller, message.request_id)
         if running is not None:
             running.check_same(await self._texts.run(ask.num_bytes, fingerprint, message))
@@ -255,6 +258,7 @@ class Admission:
             ask.prompt,
             turn,
             self._cache_salt(ask, caller, turn),
+            ask.output,
         )
         if self._is_short(ask):  # a thread costs more
             return validate()

@@ -206,6 +206,8 @@ class _Choices:
 
     def _reason(self, choice: int, end: ChoiceEnd) -> str:
         """Return why a choice ended; as in vLLM, `stop_reason` names the stop token or string."""
+        if not self._shown.output:
+            end = _NOTHING_SHOWN
         reason = str(end.finish_reason)
         called = self._spoken and self._spoken[choice].num_calls and self._shown.ends_by_calls
         if called and end.finish_reason is FinishReason.STOP:
@@ -225,6 +227,9 @@ class _Choices:
         if self._prompt_writer is not None:
             members += f',"prompt_logprobs":{self._prompt_writer.take()}'
         return members
+
+
+_NOTHING_SHOWN: Final = ChoiceEnd(FinishReason.LENGTH, None)
 
 
 def _of_prompt_alone(delta: Delta) -> Delta:
@@ -249,8 +254,9 @@ class Chunks(_Choices):
     def __call__(self, event: Event) -> bytes:
         """Return the chunks of an event, as events of a text/event-stream."""
         if isinstance(event, Delta):
-            self._output_tokens[event.choice] += len(event.tokens)
-            return self._delta(event if self._shown.output else _of_prompt_alone(event)).encode()
+            shown = event if self._shown.output else _of_prompt_alone(event)
+            self._output_tokens[event.choice] += len(shown.tokens)
+            return self._delta(shown).encode()
         ends = enumerate(event.choices)
         return "".join([self._end(choice, end) for choice, end in ends]).encode()
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from kvrelay.router.admission.admission import Admission, IncomingRequest
@@ -168,7 +169,10 @@ class Completions:
                 self._metrics.count(SLOW_READERS)
                 exchange.abort()
             raise error from None
-        return [_completion(live) for live in lives]
+        completions = [_completion(live) for live in lives]
+        if call.shown.output:
+            return completions
+        return [replace(one, completion_tokens=0) for one in completions]
 
 
 def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -187,7 +191,7 @@ def _asks(
         message.CopyFrom(call.message)
         message.request_id = call_id if len(call.prompts) == 1 else f"{call_id}-{number}"
         form, num_bytes = functools.partial(make, number), call.prompt_bytes[number]
-        ask = IncomingRequest(message, prompt, num_bytes, form, is_whole=True)
+        ask = IncomingRequest(message, prompt, num_bytes, form, is_whole=True, output=call.output)
         yield functools.partial(_whatever, ask)
 
 

@@ -358,7 +358,7 @@ class _Door:
         """Return OpenAI's description of a model, with vLLM's additions."""
         config = self._behind.config
         try:
-            max_model_len = self._behind.fleet.limits().max_model_len
+            max_model_len = self._behind.fleet.limits().most_tokens
         except Unavailable:  # before the first worker has come
             max_model_len = None
         return {

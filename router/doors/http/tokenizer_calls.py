@@ -62,7 +62,7 @@ class Tokenizing:
             names = [self._texts.tokenizer.id_to_token(one) for one in ids]
         return {
             "count": len(ids),
-            "max_model_len": limits.max_model_len,
+            "max_model_len": limits.most_tokens,
             "tokens": list(ids),
             "token_strs": names,
         }

@@ -51,7 +51,6 @@ from .client import CHAT, PROMPT, TEMPLATE
         ({"prompt": "x", "n": True}, 400, "n"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ({"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 600}, 400, "max_tokens"),
         ({"prompt": "x", "stop": [1]}, 400, "stop"),
         ({"prompt": "x", "stop": [""]}, 400, "stop"),
         ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
@@ -289,8 +288,8 @@ async def test_too_many_requests_are_told_when_to_try_again(
     ("fields", "param"),
     [
         ({"logprobs": True, "top_logprobs": 25}, "top_logprobs"),
-        ({"max_completion_tokens": 10**8}, "max_completion_tokens"),
-        ({"max_tokens": 10**8}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
     ],
 )
 async def test_a_refused_chat_parameter_has_the_clients_name(
