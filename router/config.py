@@ -165,6 +165,15 @@ class RouterOptions(ObservingOptions):
         metavar="ORIGINS",
         shown_default="none",
     )
+    http_keep_alive: float = option(
+        75.0,
+        "The router closes a connection of --http that is idle between two calls for this long. A "
+        "proxy that keeps connections, mostly for 60 s, must close them first, or a call may meet "
+        "the end of its connection.",
+        Section.ACCESS,
+        at_least=1,
+        unit="seconds",
+    )
     max_attempts: int = option(
         3,
         "A request fails when one of its outputs has failed this often, because a worker was lost, "

@@ -342,7 +342,11 @@ class Router:
             self._tokens,
         )
         host, port = host_and_port(address)
-        bounds = ConnectionBounds(2 * self._config.max_message_bytes, self._config.read_timeout)
+        bounds = ConnectionBounds(
+            2 * self._config.max_message_bytes,
+            self._config.read_timeout,
+            self._config.http_keep_alive,
+        )
         tls = self._config.front_tls
         try:
             listener = HttpListener(make_app(behind), host.strip("[]"), port, tls, bounds)

@@ -21,7 +21,7 @@ class OutputLimit(Enum):
     CUT = auto()
     """A number for which there is no room is cut to what the prompt leaves."""
     OPEN = auto()
-    """The same as `CUT`, but a request without a number, and without an option, may use all of it."""
+    """The same as `CUT`, but without a number and an option the output may have all of that."""
     NOTHING = auto()
     """The output is not shown, and so needs no room: the prompt may have it all."""
 

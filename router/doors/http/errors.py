@@ -104,6 +104,7 @@ STATUSES: Final[Mapping[int, str]] = {
     408: "The body did not arrive in time",
     409: "Another live request has the id",
     413: "The body is too large",
+    415: "The body has an encoding that is not served",
     429: "Too many requests are live or wait",
     500: "The request fails workers, or may not be computed again",
     503: "No worker can serve it now",

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from kvrelay.net.tls import TlsFiles, server_context
+from kvrelay.router.doors.http.http_parser import PlainHttpParser
 
 _log = logging.getLogger(__name__)
 MOST_CONNECTIONS: Final = 4096
@@ -26,8 +29,6 @@ One more ends the oldest handshake or the oldest idle connection, from the large
 """
 HEAD_SECONDS: Final = 10.0
 """The time in which a request's head must arrive, and a TLS handshake must end."""
-IDLE_SECONDS: Final = 60.0
-"""The time that a connection may idle between two calls."""
 _MOST_HEAD_BYTES: Final = 64 << 10
 _MOST_PIPELINED: Final = 8
 """The most calls that a client may send before the previous one is answered."""
@@ -47,6 +48,8 @@ class ConnectionBounds:
     """The most bytes of a body that is read at all."""
     flush_seconds: float
     """The time in which a client must take a part of the answer that waits for it."""
+    idle_seconds: float
+    """The time that a connection may idle between two calls."""
     idle: dict[_Connection, None] = field(default_factory=dict)
     """The connections without a call, the longest idle first."""
 
@@ -62,6 +65,8 @@ class _Connection(HttpToolsProtocol):
 
     def __init__(self, config: Config, state: ServerState, bounds: ConnectionBounds) -> None:
         super().__init__(config, state, {})
+        self.parser = PlainHttpParser(self)  # type: ignore[assignment]
+        self.timeout_keep_alive = bounds.idle_seconds  # type: ignore[assignment]
         self._bounds = bounds
         self._head_timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -110,6 +115,7 @@ class _Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         self._bounds.idle.pop(self, None)
+        _set_date(self.server_state)
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -146,6 +152,12 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._await_flush()
+
+
+def _set_date(state: ServerState) -> None:
+    """Let the headers of all answers, from now on, have the time of this second."""
+    date = (b"date", formatdate(int(time.time()), usegmt=True).encode())
+    state.default_headers[:] = [date]
 
 
 class _UntilClosed:
@@ -206,9 +218,8 @@ class HttpListener:
             log_level="error",
             access_log=False,
             server_header=False,
-            date_header=False,
+            date_header=False,  # uvicorn sets it in a loop of its own, which does not run here
             ws="none",
-            timeout_keep_alive=int(IDLE_SECONDS),
         )
         self._config.load()
         self._accepting: asyncio.Task[None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import sys
@@ -37,7 +38,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
         )
     try:
         with _short_integers():
-            parsed = json.loads(body.decode())
+            parsed = json.loads(body.removeprefix(codecs.BOM_UTF8).decode())
         if b"\\u" in body:  # half a surrogate pair is no text, and cannot be encoded again
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
