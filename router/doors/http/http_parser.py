@@ -39,9 +39,9 @@ class Callbacks(Protocol):
 class PlainHttpParser:
     """A parser of HTTP/1 for a listener that changes to no other protocol.
 
-    A client that offers to goes on in HTTP/1 if the offer is not taken: Java's offers it with each
-    call. httptools gives up such a call behind its head, and its body would be lost. So the head
-    is parsed again without the offer, and then the rest.
+    A client that offers another goes on in HTTP/1 if its offer is not taken. Java's makes one with
+    each call. httptools gives up such a call behind its head, and its body would be lost. So the
+    head is parsed again without the offer, and then the rest.
 
     Args:
         callbacks: is told the parts of each call.

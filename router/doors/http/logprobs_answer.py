@@ -194,7 +194,8 @@ class PromptLogprobs:
         ranked = enumerate(token.top[: self._alternatives], start=1)
         shown = {one.token_id: self._one(one, str(rank)) for rank, one in ranked}
         if token.token_id not in shown:
-            shown[token.token_id] = self._one(token, "null")
+            rank = "null" if token.rank is None else str(token.rank)
+            shown[token.token_id] = self._one(token, rank)
         return _object([(f'"{token_id}"', one) for token_id, one in shown.items()])
 
     def _one(self, one: SampledToken | TokenLogprob, rank: str) -> str:

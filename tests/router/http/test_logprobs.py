@@ -61,7 +61,7 @@ def scores(token_id: int) -> pb.TokenLogprobs:
         pb.TokenLogprob(token_id=token_id - 1, logprob=-0.25),
         pb.TokenLogprob(token_id=token_id, logprob=-0.3),
     ]
-    return pb.TokenLogprobs(token_id=token_id, logprob=-0.3, top=top)
+    return pb.TokenLogprobs(token_id=token_id, logprob=-0.3, top=top, rank=2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -141,7 +141,7 @@ async def test_log_probabilities_of_the_prompt_in_vllms_form(
     first, second = choice["prompt_logprobs"]
     assert first is None
     assert second["19"]["rank"] == 1
-    assert (second["20"]["rank"], second["20"]["logprob"]) == (None, float(np.float32(-0.3)))
+    assert (second["20"]["rank"], second["20"]["logprob"]) == (2, float(np.float32(-0.3)))
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([10, 20], [21])
     chat = (await http.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True})).json()
     assert chat["prompt_token_ids"] == list(cluster.prefill.submits[-1].input_ids)
