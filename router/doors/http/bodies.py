@@ -90,7 +90,9 @@ async def take_rest(scope: Scope, receive: Receive) -> bool:
         async with asyncio.timeout(_MOST_REST_SECONDS):
             while received <= _MOST_REST_BYTES:
                 message = await receive()
-                if message["type"] != "http.request" or not message.get("more_body"):
-                    return message["type"] == "http.request"
+                if message["type"] != "http.request":
+                    return False
+                if not message.get("more_body"):
+                    return True
                 received += len(message["body"])
     return False

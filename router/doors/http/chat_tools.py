@@ -137,7 +137,8 @@ def read_tools(
         return Tools(tools, required=True)
     name = choice.function.name
     if name not in functions:
-        raise InvalidField("tool_choice.function.name", "is no tool of this call")
+        what = f"{json.dumps(name[:64])} is no tool of this call"
+        raise InvalidField("tool_choice.function.name", what)
     arguments = functions[name].get("parameters") or _ANY_ARGUMENTS
     params.structured_output.json_schema = json.dumps(arguments, ensure_ascii=False)
     return Tools(tools, named=name)

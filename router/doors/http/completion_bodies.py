@@ -181,6 +181,10 @@ def _make_call(
         prompt_logprobs=body.prompt_logprobs,
         echo=echo,
         token_ids=bool(body.return_token_ids),
+        skip_special_tokens=not (
+            params.HasField("skip_special_tokens") and not params.skip_special_tokens
+        ),
+        stop_token_ids=tuple(params.stop_token_ids),
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
     )
     message = inference_pb2.GenerateRequest(

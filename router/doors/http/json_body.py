@@ -114,6 +114,7 @@ _PROBLEMS: Final = {
     "less_than_equal": "must be at most {le}, got {got}",
     "too_short": "must have at least {min_length}, got {actual_length}",
     "too_long": "must have at most {max_length}, got {actual_length}",
+    "string_too_short": "must have at least {min_length} character",
     "string_pattern_mismatch": "must match {pattern}",
 }
 """The wording of pydantic's kinds of errors; others bring their own."""

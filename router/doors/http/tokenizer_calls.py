@@ -71,7 +71,7 @@ class Tokenizing:
         """Return the text of token ids."""
         body = read_body(DetokenizeRequest, members)
         self._check_model(body.model)
-        ids = body.tokens or []
+        ids = body.tokens
         check_token_ids("tokens", ids, self._fleet.limits().vocab_size)
         if len(ids) > MAX_TEXT_TOKENS:
             raise InvalidField(
