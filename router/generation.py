@@ -51,6 +51,8 @@ class GenerationRequest:
     """The turn of a session that the request is; None: it is none."""
     grammar: Grammar | None = None
     """The grammar of its structured output."""
+    call_ids: tuple[str, ...] = ()
+    """Other ids by which its caller may abort it: those of the HTTP call that it is a part of."""
 
     @property
     def request_id(self) -> str:

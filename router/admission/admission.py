@@ -52,6 +52,8 @@ class IncomingRequest:
     """Whether the prompt is a whole conversation, and not only the session's new part."""
     output: OutputLimit = OutputLimit.STRICT
     """The endpoint's rule for `max_tokens`."""
+    call_ids: tuple[str, ...] = ()
+    """Ids of the call that the message is a part of."""
 
 
 class Admission:
@@ -190,7 +192,9 @@ class Admission:
             turn = await self._begin_turn(ask, caller)
             try:
                 request = await self._validate(self._of_turn(ask, turn), limits, caller, turn)
-                request = replace(_within_bounds(ask, request), grammar=grammar)
+                request = replace(
+                    _within_bounds(ask, request), grammar=grammar, call_ids=ask.call_ids
+                )
                 if trace is not None:
                     trace.admitted(request)
                 live = self._live.open(request, stopwatch, deadline, ask.form(request), trace)

@@ -151,7 +151,7 @@ class Completions:
             async with asyncio.timeout(None) as timeout:
                 with contextlib.ExitStack() as attached:
                     lives: list[LiveRequest] = []
-                    for ask in _asks(call, answer.id, make):
+                    for ask in _asks(call, answer.id, (answer.id, exchange.id), make):
                         live = await self._admission.open(
                             ask,
                             caller,
@@ -183,7 +183,7 @@ def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _asks(
-    call: Call, call_id: str, make: Make
+    call: Call, call_id: str, call_ids: tuple[str, ...], make: Make
 ) -> Iterator[Callable[[RequestLimits], IncomingRequest]]:
     """Yield, for each prompt, a function that returns its ask; it ignores the limits."""
     for number, prompt in enumerate(call.prompts):
@@ -191,7 +191,15 @@ def _asks(
         message.CopyFrom(call.message)
         message.request_id = call_id if len(call.prompts) == 1 else f"{call_id}-{number}"
         form, num_bytes = functools.partial(make, number), call.prompt_bytes[number]
-        ask = IncomingRequest(message, prompt, num_bytes, form, is_whole=True, output=call.output)
+        ask = IncomingRequest(
+            message,
+            prompt,
+            num_bytes,
+            form,
+            is_whole=True,
+            output=call.output,
+            call_ids=call_ids,
+        )
         yield functools.partial(_whatever, ask)
 
 

@@ -24,6 +24,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.router import Router
+from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster
@@ -214,6 +215,34 @@ async def test_a_client_that_leaves_ends_its_requests(
         await until(lambda wanted=number + 1: len(cluster.decode.cancels) >= wanted)  # type: ignore[misc]
         assert (await cluster.server_info()).live_requests == 0
     assert await cluster.metric("kvrelay_requests_total") == 4
+
+
+async def test_calls_are_aborted_by_the_id_that_their_client_gave(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    cluster.decode.on_submit = None
+    body = {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 8}
+    calls = [
+        asyncio.create_task(
+            http.post("/v1/completions", json=body, headers={"x-request-id": request_id})
+        )
+        for request_id in ("mine", "mine", "other")
+    ]
+    await cluster.decode.submitted(6)
+
+    async def abort(request_id: str) -> bool:
+        answer = await cluster.stub.Abort(pb.AbortRequest(request_id=request_id))
+        return bool(answer.aborted)
+
+    assert not await abort("min")
+    assert await abort("mine")
+    for call in calls[:2]:
+        choices = (await call).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+    assert (await cluster.server_info()).live_requests == 2
+    assert await abort("other")
+    assert (await calls[2]).status_code == 200
+    assert not await abort("mine")
 
 
 async def test_requests_of_one_call_end_together(cluster: Cluster, http: httpx.AsyncClient) -> None:
