@@ -189,8 +189,9 @@ class RouterOptions(ObservingOptions):
         unit="seconds",
     )
     worker_wait: float = option(
-        15.0,
-        "Seconds that a new request waits while no worker can take it and one is being replaced.",
+        300.0,
+        "The most seconds that a new request waits while no worker can take it and one is being "
+        "replaced: as long as a start may take.",
         Section.RECOVERY,
         at_least=0,
         unit="seconds",

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
@@ -20,6 +19,7 @@ from tokenizers import Tokenizer
 from kvrelay.net.allocator import return_large_blocks
 from kvrelay.net.channels import front_server, worker_credentials
 from kvrelay.net.receiving import BoundedReceipt
+from kvrelay.net.reflection import enable_reflection
 from kvrelay.net.tls import CurrentTls, TlsFileError, TlsFiles
 from kvrelay.observe.metrics_server import MetricsServer
 from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
@@ -313,8 +313,7 @@ class Router:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(shown, server)
+        enable_reflection([_SERVICE, health.SERVICE_NAME], server)
         config = self._config
         self.grpc_address = await listen(
             undo, server, config.grpc_address, config.front_tls, "gRPC"

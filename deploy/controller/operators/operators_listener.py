@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvrelay.deploy.controller.operators.admin_service import Administrator, AdminService
 from kvrelay.deploy.controller.operators.controller_service import ControllerService
 from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
 from kvrelay.net.channels import front_server
+from kvrelay.net.reflection import enable_reflection
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.doors.listening import listen
@@ -69,5 +69,5 @@ class OperatorServices:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         watched = ControllerService(self._discovery, self._targets, self._administrator.state)
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(watched, server)
-        reflection.enable_server_reflection([_ADMIN, _CONTROLLER, reflection.SERVICE_NAME], server)
+        enable_reflection([_ADMIN, _CONTROLLER], server)
         return await listen(undo, server, address, tls, "admin")

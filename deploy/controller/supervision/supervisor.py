@@ -239,7 +239,7 @@ class WorkerSupervisor:
             else:
                 await pauses.pause()
             self._watcher.worker_live(life.info)
-            _log.warning("%s is up", life.info.incarnation)
+            _log.info("%s is up", life.info.incarnation)
 
     async def _restart(self, dead: WorkerInfo) -> Incarnation:
         """Start the worker in its next process, however many attempts it takes.
