@@ -334,8 +334,8 @@ def _within(wanted: Sequence[tuple[int, int]], logits: torch.Tensor) -> npt.NDAr
 
 def _ranks(logits: torch.Tensor, rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """How many logits of some rows are at least as large as one of each."""
-    blocks = zip(rows.split(_RANKED_AT_ONCE), own.split(_RANKED_AT_ONCE), strict=True)
-    return torch.cat([(logits[some] >= least[:, None]).sum(1) for some, least in blocks])
+    blocks = [slice(at, at + _RANKED_AT_ONCE) for at in range(0, len(rows), _RANKED_AT_ONCE)]
+    return torch.cat([(logits[rows[one]] >= own[one, None]).sum(1) for one in blocks])
 
 
 def _launch_scores(

@@ -70,8 +70,8 @@ def test_the_default_model_sees_what_its_own_template_shows(
     )
     assert own is not None
     assert ours is not None
-    told = {"add_generation_prompt": begins}
-    assert ours.render(conversation, **told) == own.render(conversation, **told)
+    shown = ours.render(conversation, add_generation_prompt=begins)
+    assert shown == own.render(conversation, add_generation_prompt=begins)
 
 
 def test_the_default_model_is_shown_tools_and_calls(default_model: ModelFolder):

@@ -18,6 +18,7 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
+from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.deploy.nodes.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
@@ -214,7 +215,7 @@ class WorkerSupervisor:
             dead: whether its process is known to have ended.
             drains: whether it was to be told to drain, and perhaps was not.
         """
-        pauses = Pauses()
+        pauses, reason = Pauses(), ""
         while True:
             if drains and not lost:
                 with contextlib.suppress(ClusterError):
@@ -233,6 +234,8 @@ class WorkerSupervisor:
                     await self._watcher.worker_removed(self.name)
                     return
                 await life.until_ray_knows()
+                if life.cause is not WorkerEnd.DRAINED:
+                    self._watcher.worker_ended(self.name, await life.why(reason))
                 await pauses.pause()
                 life.close()
                 life = await self._restart(life.info)

@@ -25,6 +25,7 @@ from kvrelay.text.token_texts import TokenTexts
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.output import SampledToken
+from tests.known import known
 
 from ..cluster import Cluster
 from ..scripted_worker import HANDED_OVER, LENGTH, ScriptedWorker, counted
@@ -231,7 +232,7 @@ async def test_offsets_are_places_in_the_text(
 
 
 def test_special_tokens_that_the_tokenizer_adds_have_no_place(tokenizer: Tokenizer) -> None:
-    end = tokenizer.token_to_id("<|end|>")
+    end = known(tokenizer.token_to_id("<|end|>"))
     texts = TokenTexts(tokenizer)
     ids = [end, *tokenizer.encode("a<|end|>b").ids, end]
     lengths = texts.lengths_in("a<|end|>b")
