@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from typing import Any, Final
@@ -67,6 +68,8 @@ def set_up_log(level: int, form: LogFormat, **process: str) -> None:
         form: the format of each message.
         process: the process's own fields in each JSON message, such as the worker's name.
     """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray marks workers' lines in files, too
     if form is LogFormat.TEXT:
         logging.basicConfig(level=level, format=TEXT)
         return
