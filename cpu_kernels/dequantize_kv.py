@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvrelay.cpu_kernels.arrays import Array
-from kvrelay.cpu_kernels.jit import kernel
+from kvrelay.cpu_kernels.jit import kernel, team_part
 from kvrelay.cpu_kernels.team import run_on_team, take
 
 
@@ -27,7 +27,7 @@ def dequantize_pages(
     run_on_team(threads, dequantize_some, args)
 
 
-@kernel
+@team_part
 def dequantize_some(
     counter: Array,
     pages: Array,

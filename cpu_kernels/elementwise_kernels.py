@@ -23,6 +23,7 @@ from kvrelay.cpu_kernels.jit import (
     inlined,
     kernel,
     store,
+    team_part,
     widen,
 )
 from kvrelay.cpu_kernels.team import run_on_team, take
@@ -54,7 +55,7 @@ def rms_norm(
         run_on_team(threads, rms_norm_rows, (counter, source, bits, small, target))
 
 
-@kernel
+@team_part
 def rms_norm_rows(counter: Array, x: Array, weight: Array, eps: Any, out: Array) -> None:
     """Compute rows of `rms_norm` until none is left."""
     count = len(x)
@@ -98,7 +99,7 @@ def rotate(
     run_on_team(threads, rotate_rows, args)
 
 
-@kernel
+@team_part
 def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array) -> None:
     """Compute rows of `rotate` until none is left."""
     total = len(heads)
@@ -137,7 +138,7 @@ def silu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> Non
     run_on_team(threads, silu_mul_rows, (np.zeros(1, np.int64), factors, products))
 
 
-@kernel
+@team_part
 def silu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
     """Compute rows of `silu_mul` until none is left."""
     count, width = out.shape
@@ -164,7 +165,7 @@ def gelu_mul(threads: int, rows: int, width: int, gate_up: int, out: int) -> Non
     run_on_team(threads, gelu_mul_rows, (np.zeros(1, np.int64), factors, products))
 
 
-@kernel
+@team_part
 def gelu_mul_rows(counter: Array, gate_up: Array, out: Array) -> None:
     """Compute rows of `gelu_mul` until none is left."""
     count, width = out.shape

@@ -22,7 +22,7 @@ from kvrelay.cpu_kernels.elementwise_kernels import (
     silu_mul_rows,
     times_sigmoid,
 )
-from kvrelay.cpu_kernels.jit import exact, kernel
+from kvrelay.cpu_kernels.jit import exact, kernel, team_part
 from kvrelay.cpu_kernels.team import run_on_team, take
 
 _QUARTERS_A_RADIAN: Final = 2 / math.pi
@@ -48,7 +48,7 @@ def norm_of_heads(threads: int, heads: Array, weights: Array, eps: float, out: A
     run_on_team(threads, norm_remaining_heads, args)
 
 
-@kernel
+@team_part
 def norm_remaining_heads(
     counter: Array, heads: Array, weights: Array, eps: Any, out: Array
 ) -> None:

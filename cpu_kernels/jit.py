@@ -6,15 +6,15 @@ half of a float32, and float16's bits as int16.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
-import llvmlite.binding  # type: ignore[import-untyped]
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.extending import intrinsic, overload
 
 from kvrelay.cpu_kernels.kernel_cache import is_kernel_source, kernel_cache, share_compilation
@@ -27,32 +27,80 @@ _REASSOCIATE = {"reassoc", "contract", "nsz", "arcp"}
 """The flags that let sums be vectorized, without "nnan": the sampler must see NaN to refuse it."""
 
 
-def _compile(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+class PartLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a part of kernels: linked into theirs, neither optimized nor run by itself.
+
+    numba would make machine code of each function that is called, and again of its callers, which
+    contain it: of a kernel of ten parts that took twice as long as the rest of its compilation.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, _name: str) -> int:
+        """Return 0: there is no machine code."""
+        self._ensure_finalized()
+        return 0
+
+    @property
+    def codegen(self) -> Self:
+        """The receiver of the environment, of which machine code would have the address."""
+        return self
+
+    def set_env(self, name: str, env: Any) -> None:
+        """Leave out the environment: a part has no Python objects."""
+
+
+class PartCompiler(Compiler):  # type: ignore[misc]
+    """numba's compiler, making a `PartLibrary`."""
+
+    def define_pipelines(self) -> Any:
+        """The passes, which are numba's."""
+        state = self.state
+        state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        return super().define_pipelines()
+
+
+def _compile(function: Callable[P, R], cached: bool, **options: Any) -> Any:
     source = Path(function.__code__.co_filename)
     assert is_kernel_source(source), f"{source}: a kernel outside of cpu_kernels/ has a stale cache"
+    # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
+    return numba.njit(cache=cached, nogil=True, error_model="numpy", **options)(function)
+
+
+def _compile_part(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    dispatcher = _compile(function, False, pipeline_class=PartCompiler, **wrappers, **options)
+    return cast("Callable[P, R]", dispatcher)
+
+
+def kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile on first use, cache on disk, run without the GIL; sums may be reordered."""
     with kernel_cache() as cached:
-        # Divisions as in numpy: Python's check for zero keeps a loop from being vectorized.
-        decorate = numba.njit(cache=cached, nogil=True, error_model="numpy", **options)
-        dispatcher = decorate(function)
+        dispatcher = _compile(function, cached, fastmath=_REASSOCIATE)
         if cached and dispatcher is not function:  # as it is under NUMBA_DISABLE_JIT
             share_compilation(dispatcher)
         return cast("Callable[P, R]", dispatcher)
 
 
-def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile on first use, cache on disk, run without the GIL; sums may be reordered."""
-    return _compile(function, fastmath=_REASSOCIATE)
+def team_part(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile the part of a kernel that `run_on_team` runs on each thread into that kernel."""
+    return _compile_part(function, fastmath=_REASSOCIATE)
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a part of kernels into its callers, whose constants are then constants in it, too."""
-    return _compile(function, fastmath=_REASSOCIATE, forceinline=True)
+    return _compile_part(function, fastmath=_REASSOCIATE, forceinline=True)
 
 
 def exact(function: Callable[P, R]) -> Callable[P, R]:
     """Like `inlined`, with floating point operations in the order they are written."""
     # False must be said: else a function has the options of the kernel that it is compiled for.
-    return _compile(function, fastmath=False, forceinline=True)
+    return _compile_part(function, fastmath=False, forceinline=True)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -75,12 +123,6 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
 def widen(bits: Any) -> Any:
     """A stored element as float32, inside kernels: from bits, or a float32 itself."""
     raise NotImplementedError("only inside a kernel")
-
-
-def has_float16() -> bool:
-    """Whether this processor converts float16 by itself, as `widen` and `store` need."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("f16c")) or platform.machine() in ("aarch64", "arm64")
 
 
 @intrinsic  # type: ignore[untyped-decorator]

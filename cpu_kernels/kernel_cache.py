@@ -42,7 +42,7 @@ def is_kernel_source(path: Path) -> bool:
 @contextmanager
 def kernel_cache() -> Iterator[bool]:
     """Tell numba the folder while a kernel is declared; yield whether the kernel can be cached."""
-    folder = _folder()
+    folder = kernel_folder()
     if folder is None:
         yield False
         return
@@ -167,7 +167,8 @@ def make_cache_folder(home: Path, sources: Path = SOURCES) -> Path:
 
 
 @cache
-def _folder() -> Path | None:
+def kernel_folder() -> Path | None:
+    """The folder of this user's compiled kernels; None: nothing can be kept."""
     try:
         return make_cache_folder(cache_home())
     except (OSError, ValueError, RuntimeError):

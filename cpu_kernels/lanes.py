@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding  # type: ignore[import-untyped]
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from kvrelay.cpu_kernels.processor import cpu_features
 
 LANES = 16
 LINE_BYTES = 4 * LANES
@@ -40,16 +41,6 @@ class BFloat(ir.Type):  # type: ignore[misc]
 
 
 BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
-
-
-def has_bfloat16_products() -> bool:
-    """Whether this processor multiplies pairs of bfloat16: AVX512-BF16."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
-
-
-def has_wide_registers() -> bool:
-    """Whether this processor has 32 registers of 16 float32: AVX512. AVX2 has 16 of 8."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 
 
 def constant(value: float) -> Any:
@@ -182,7 +173,7 @@ def add_product(builder: Any, total: Any, rows: Any, other: Any) -> Any:
 
 def has_scaling() -> bool:
     """Whether this processor splits and scales floats by powers of two by itself: AVX512DQ."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512dq"))
+    return "avx512dq" in cpu_features()
 
 
 def exp2(builder: Any, x: Any) -> Any:

@@ -64,10 +64,19 @@ class WorkerOptions(ObservingOptions):
         "workers of its machine compute nothing: beside its own (--threads) as many as those have, "
         "up to this number. "
         "One that is not above --threads turns it off. Only where more threads compute the same "
-        "bits: with bfloat16 on CPUs that have AVX512-BF16, AMX, or AVX2 without AVX512.",
+        "bits: with bfloat16, where our kernels multiply (--cpu-kernels), and with "
+        "--batch-invariant.",
         Section.WORKERS,
         at_least=1,
         shown_default="as many as there are cores",
+    )
+    cpu_kernels: str = option(
+        "auto",
+        "What multiplies bfloat16 on a CPU: own, our kernels, or onednn. auto times both on this "
+        "machine, once for each shape of weights, and takes the faster. --batch-invariant and "
+        "float32 do not ask: there the way follows from the processor alone.",
+        Section.MODEL,
+        choices=("auto", "own", "onednn"),
     )
     attention: AttentionChoice = option(
         AttentionChoice.AUTO,

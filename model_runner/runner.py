@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.processor import describe_arithmetic
 from kvrelay.device.cuda_streams import make_staging, record_event
 from kvrelay.device.device_streams import DeviceEvent
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
@@ -34,7 +35,7 @@ from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
-from kvrelay.model_runner.layers.linear import LinearFactory, PanelLinear
+from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
 _PACKAGE = __name__.partition(".")[0]
@@ -57,6 +58,7 @@ class ModelRunner:
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
             beside it and in whatever chunks: all is computed by kernels of ours, and attention
             token by token. Prompts of a thousand tokens take 1.8 times as long in bfloat16.
+        cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", or "auto", the faster one.
         attention: what computes attention.
         attention_splits: how FlashInfer divides a sequence's KV.
         kv_dtype: the dtype of keys and values in pages.
@@ -79,6 +81,7 @@ class ModelRunner:
         *,
         draft: bool = False,
         batch_invariant: bool = False,
+        cpu_kernels: str = "auto",
         attention: AttentionChoice = AttentionChoice.AUTO,
         attention_splits: AttentionSplits = AttentionSplits.BATCH,
         kv_dtype: KVDtype = KVDtype.AUTO,
@@ -126,6 +129,7 @@ class ModelRunner:
             elementwise = make_elementwise(
                 self.dtype, self.device, batch_invariant, package, self.kernel_threads
             )
+            linears = LinearFactory(batch_invariant, self.kernel_threads, cpu_kernels)
             checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
             self._kv_scales = self._read_kv_scales(checkpoint)
             self._decoder = Decoder(
@@ -133,10 +137,13 @@ class ModelRunner:
                 checkpoint,
                 self.dtype,
                 self.device,
-                LinearFactory(batch_invariant, self.kernel_threads),
+                linears,
                 elementwise,
                 self.kernel_threads,
             )
+        self._has_own_products = linears.is_mostly_own
+        self.product_ways = linears.ways
+        """The way of products with each shape of weights that has several, such as `960 x 576`."""
         self.config_digest = object_digest(self.config)
         """The hash of the configuration as it was understood."""
         self.weights_digest = checkpoint.digest
@@ -155,8 +162,16 @@ class ModelRunner:
 
         More threads are then faster, and results are the same to the last bit.
         """
-        is_own = self._batch_invariant or PanelLinear.runs(self.device, self.dtype)
-        return is_own and self._attention.choice is AttentionChoice.CPU
+        return self._has_own_products and self._attention.choice is AttentionChoice.CPU
+
+    @property
+    def arithmetic(self) -> str:
+        """The features that the order of sums follows from, where workers must agree in every bit.
+
+        That is in float32 and with `batch_invariant`, on a CPU. Other bfloat16 differs by batch.
+        """
+        exact = self._batch_invariant or self.dtype is torch.float32
+        return describe_arithmetic() if exact and self.device.type == "cpu" else ""
 
     @property
     def max_model_len(self) -> int:

@@ -25,6 +25,8 @@ class ModelDigest:
     """Hash of the form of a token's KV in each pool. Page sizes and orders are not part of it."""
     draft: str
     """Hash of the draft model's configuration and weights; empty if there is no draft model."""
+    arithmetic: str = ""
+    """The processor's ways to compute where equal bits are promised; empty where they are not."""
 
     @property
     def name(self) -> str:
@@ -45,4 +47,5 @@ NO_MODEL: Final = ModelDigest("", "", "", "", "", "")
 
 
 def _short(part: str) -> str:
-    return part[:_SHOWN_DIGITS] or "none"
+    is_hash = len(part) == hashlib.sha256().digest_size * 2
+    return part[:_SHOWN_DIGITS] if is_hash else part or "none"

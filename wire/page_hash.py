@@ -47,7 +47,8 @@ class PageHashes:
         self.mark_tokens = self._pages_per_mark * page_size
         """Tokens from one mark to the next."""
         parts = (_VERSION, model.config, model.weights, model.dtype, model.layout, model.draft)
-        self._seed = "\n".join((*parts, str(page_size), "")).encode()
+        exact = (model.arithmetic,) if model.arithmetic else ()
+        self._seed = "\n".join((*parts, *exact, str(page_size), "")).encode()
 
     def root(self, namespace: str) -> bytes:
         """The root of a namespace, which stands before its first page."""

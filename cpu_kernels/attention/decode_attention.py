@@ -15,6 +15,7 @@ from kvrelay.cpu_kernels.jit import (
     kernel,
     prefetch,
     store,
+    team_part,
     widen,
 )
 from kvrelay.cpu_kernels.team import run_on_team, take
@@ -75,7 +76,7 @@ def attend_rows(
     run_on_team(threads, attend_remaining_rows, args)
 
 
-@kernel
+@team_part
 def attend_remaining_rows(
     counter: Array,
     pages: Array,

@@ -25,7 +25,7 @@ from kvrelay.cpu_kernels.attention.pair_lanes import (
     weigh_values,
     write_head,
 )
-from kvrelay.cpu_kernels.jit import inlined, kernel
+from kvrelay.cpu_kernels.jit import inlined, kernel, team_part
 from kvrelay.cpu_kernels.lanes import LANES
 from kvrelay.cpu_kernels.pair_memory import (
     address_of,
@@ -152,7 +152,7 @@ def attend_rows_in_pairs(
     run_on_team(threads, attend_remaining_rows_in_pairs, args)
 
 
-@kernel
+@team_part
 def attend_remaining_rows_in_pairs(
     counter: Array,
     heads: DecodeHeads,

@@ -69,7 +69,7 @@ from kvrelay.cpu_kernels.attention.prefill_tiles import (
     transpose_units,
     values_in_tiles,
 )
-from kvrelay.cpu_kernels.jit import array_at, inlined, kernel, store
+from kvrelay.cpu_kernels.jit import array_at, inlined, kernel, store, team_part
 from kvrelay.cpu_kernels.lanes import LANES
 from kvrelay.cpu_kernels.pair_memory import address_of, read_int32, read_int64
 from kvrelay.cpu_kernels.products.tiles import (
@@ -160,7 +160,7 @@ def attend_strips(
     run_on_team(threads, attend_remaining, args)
 
 
-@kernel
+@team_part
 def attend_remaining(
     counter: Array,
     heads: PrefillHeads,

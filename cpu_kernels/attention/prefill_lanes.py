@@ -30,7 +30,6 @@ from kvrelay.cpu_kernels.lanes import (
     call,
     constant,
     exp2,
-    has_wide_registers,
     larger,
     loop,
     multiply,
@@ -38,6 +37,7 @@ from kvrelay.cpu_kernels.lanes import (
     subtract,
 )
 from kvrelay.cpu_kernels.pair_memory import fetch, pointer
+from kvrelay.cpu_kernels.processor import has_wide_registers
 
 VECTORS: Final = 3
 """The most vectors of a tile."""

@@ -35,19 +35,19 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from kvrelay.cpu_kernels.arrays import Array
-from kvrelay.cpu_kernels.jit import inlined, kernel
+from kvrelay.cpu_kernels.jit import inlined, kernel, team_part
 from kvrelay.cpu_kernels.lanes import (
     LANES,
     LINE_BYTES,
     add_product,
     ask_for_line,
     constant,
-    has_bfloat16_products,
     loop,
     switch,
     times,
 )
 from kvrelay.cpu_kernels.pair_memory import add_widened, address_of, make_lines
+from kvrelay.cpu_kernels.processor import has_bfloat16_products
 from kvrelay.cpu_kernels.products.product_floats import (
     FLOAT_ROWS,
     LINES,
@@ -304,7 +304,7 @@ def multiply(
     run_on_team(threads, multiply_remaining, args)
 
 
-@kernel
+@team_part
 def multiply_remaining(
     counter: Array, share: int, stride: int, units: int, product: Product
 ) -> None:

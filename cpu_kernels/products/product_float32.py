@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvrelay.cpu_kernels.arrays import Array
-from kvrelay.cpu_kernels.jit import array_at, exact, kernel
+from kvrelay.cpu_kernels.jit import array_at, exact, kernel, team_part
 from kvrelay.cpu_kernels.lanes import LINE_BYTES
 from kvrelay.cpu_kernels.pair_memory import address_of, make_lines
 from kvrelay.cpu_kernels.products.product import PANEL
@@ -63,7 +63,7 @@ def multiply_float32(
     run_on_team(threads, multiply_units, (np.zeros(1, np.int64), units, product))
 
 
-@kernel
+@team_part
 def multiply_units(counter: Array, units: int, product: FloatProduct) -> None:
     """Compute the next of `units` until there is none left: a panel of a block each."""
     panels = (product.outputs + PANEL - 1) // PANEL

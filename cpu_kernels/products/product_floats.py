@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-import llvmlite.binding  # type: ignore[import-untyped]
 import numba
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from kvrelay.cpu_kernels.lanes import (
@@ -31,10 +30,14 @@ from kvrelay.cpu_kernels.lanes import (
     times,
 )
 from kvrelay.cpu_kernels.pair_memory import FLOAT, pointer
+from kvrelay.cpu_kernels.processor import has_wide_registers
 
-FLOAT_ROWS: Final = 6
-"""The most rows of a tile: with half a panel these are 12 sums of 8 lanes, of 16 registers."""
-WHOLE_ROWS: Final = 3
+FLOAT_ROWS: Final = 12 if has_wide_registers() else 6
+"""The most rows of a tile. AVX512 has registers for 24 sums of 16 lanes: a whole panel's.
+
+AVX2 has them for 12 sums of 8 lanes: those of half a panel.
+"""
+WHOLE_ROWS: Final = 12 if has_wide_registers() else 3
 """The most rows that have sums for a whole panel, in as many registers."""
 WIDENED: Final = 4
 """The numbers that are widened at a time: inputs are a multiple of it."""
@@ -47,12 +50,6 @@ LINES: Final = tuple(_STEP * PANEL_BYTES // LINE_BYTES // part for part in (1, 2
 
 _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 _NARROW, _WIDE = (ir.VectorType(ir.IntType(bits), WIDENED) for bits in (16, 32))
-
-
-def has_float_products() -> bool:
-    """Whether this processor adds products of 8 float32 at a time: AVX2 with FMA."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return bool(features.get("avx2")) and bool(features.get("fma"))
 
 
 _Load: TypeAlias = Callable[[Any, Any, int, range], Sequence[Sequence[Any]]]

@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
-import llvmlite.binding  # type: ignore[import-untyped]
 import numba
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvrelay.cpu_kernels.lanes import ask_for_line, call, loop
 from kvrelay.cpu_kernels.pair_memory import pointer
+from kvrelay.cpu_kernels.processor import has_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,6 @@ _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 """The x86-64 system call, its request for a part of the processor's state, and that part."""
 
 INT8, INT16, INT64 = (ir.IntType(bits) for bits in (8, 16, 64))
-
-
-def has_tiles() -> bool:
-    """Whether this processor has tiles of bfloat16."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16"))
 
 
 @cache

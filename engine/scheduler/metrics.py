@@ -46,6 +46,14 @@ WIDENED_ROWS: Final = METRICS.counter(
 STEP_SECONDS: Final = METRICS.histogram(
     "kvrelay_step_seconds", "Seconds of one forward", _SECONDS_BUCKETS
 )
+PRODUCTS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_cpu_products_info",
+    "1 for the way that products with weights of this shape (outputs x inputs) take on a CPU in "
+    "bfloat16: own or onednn (--cpu-kernels)",
+    "weights",
+    "way",
+)
 EXPECTED_PROMPT_SECONDS: Final = METRICS.collected(
     MetricType.GAUGE,
     "kvrelay_expected_prompt_seconds",
@@ -316,6 +324,7 @@ class WorkerMetrics(Instruments, Collector):
         self.history_tokens = 0
         """Tokens that the histories of sessions take."""
         self.pinned_bytes = 0
+        self.product_ways: Mapping[str, str] = {}
         """Pinned bytes of the host tier."""
         for kind in Dropped:
             self.show(DROPPED_MESSAGES, kind=kind.value)
@@ -415,6 +424,8 @@ class WorkerMetrics(Instruments, Collector):
         for name, tier in self._tiers.items():
             yield from _tier_values(name, tier)
         yield PINNED_BYTES, self.pinned_bytes
+        for weights, way in self.product_ways.items():
+            yield PRODUCTS, 1, weights, way
         yield STORAGE_OFF, bool(load.storage_error)
 
 

@@ -176,6 +176,7 @@ def assemble(
     inbox: Inbox[Any] = Inbox()
     metrics = WorkerMetrics(config)
     metrics.pinned_bytes = model.pinned.nbytes
+    metrics.product_ways = model.runner.product_ways
     model.grammars.on_compiled = partial(metrics.observe, GRAMMAR_SECONDS)
     model.grammars.on_hit = partial(metrics.count, GRAMMAR_HITS)
     kv_cache = make_kv_cache(config, model.pools, model.max_model_len, model.digest, page_listener)

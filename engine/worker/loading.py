@@ -96,6 +96,7 @@ def _load(
         config.device,
         config.threads,
         batch_invariant=config.batch_invariant,
+        cpu_kernels=config.cpu_kernels,
         attention=config.attention,
         attention_splits=config.attention_splits,
         kv_dtype=config.kv_dtype,
@@ -148,6 +149,7 @@ def _load(
         dtype=config.dtype,
         layout=_layout_digest(geometries),
         draft=draft.digest if draft else "",
+        arithmetic=runner.arithmetic,
     )
     host_pools = make_host_pools(config, pools)
     return LoadedModel(

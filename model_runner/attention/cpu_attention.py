@@ -14,9 +14,9 @@ from kvrelay.cpu_kernels.attention.pair_decode_attention import attend_rows_in_p
 from kvrelay.cpu_kernels.attention.pair_lanes import DIMENSIONS
 from kvrelay.cpu_kernels.attention.prefill_attention import attend_strips
 from kvrelay.cpu_kernels.attention.prefill_lanes import VECTORS
-from kvrelay.cpu_kernels.jit import has_float16
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.cpu_kernels.lanes import LANES, has_bfloat16_products
+from kvrelay.cpu_kernels.lanes import LANES
+from kvrelay.cpu_kernels.processor import has_bfloat16_products, has_float16
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.cpu_kernels.write_kv import write_kv
 from kvrelay.mem_cache.pool import KVPool

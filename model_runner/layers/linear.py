@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, Protocol, TypeAlias
 
 import torch
 from torch.nn import functional
 
 from kvrelay.cpu_kernels.arrays import address
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.cpu_kernels.lanes import LANES, LINE_BYTES, has_bfloat16_products
+from kvrelay.cpu_kernels.lanes import LANES, LINE_BYTES
+from kvrelay.cpu_kernels.processor import has_bfloat16_products, has_float_products
 from kvrelay.cpu_kernels.products.product import PAIRS, PANEL, Unit, multiply
 from kvrelay.cpu_kernels.products.product_float32 import multiply_float32
-from kvrelay.cpu_kernels.products.product_floats import has_float_products
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.mem_cache.pool import HUGE_PAGE, allocate_huge_pages
 from kvrelay.model_runner.layers.batch_invariant import check_invariant
@@ -25,6 +26,7 @@ from kvrelay.model_runner.layers.fp8_linear import (
     fp8_products_lack,
 )
 from kvrelay.model_runner.layers.fp8_weight import Fp8Weight
+from kvrelay.model_runner.layers.product_choice import ProductChoice, ProductWay
 
 BLOCK_BYTES: Final = 32 * HUGE_PAGE
 """The bytes taken from the system at a time; a part that is never used takes no memory."""
@@ -69,6 +71,10 @@ class Linear(Protocol):
         ...
 
 
+MakeLinear: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+"""Code that makes the product with a weight and a bias."""
+
+
 class PlainLinear:
     """Any device, any dtype."""
 
@@ -88,8 +94,8 @@ class PlainLinear:
 class PanelLinear:
     """bfloat16 on a CPU: weights in panels for our own kernel.
 
-    For processors that multiply pairs or tiles of it. Those with AVX2 and without AVX512 multiply
-    float32: torch's products of bfloat16 are nine times slower there than its products of float32.
+    For processors that multiply pairs or tiles of it. Others with AVX2 or AVX512 multiply float32:
+    torch's products of bfloat16 are five to nine times slower there than its products of float32.
 
     It is faster than `PackedLinear` for steps of few rows, since weights come from memory while
     others are multiplied. For prompts it is about as fast: pairs are up to 10% slower with more
@@ -112,15 +118,11 @@ class PanelLinear:
         self._threads = _threads_for(weight, threads)
 
     @staticmethod
-    def runs(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the kernel serves."""
-        is_known = device.type == "cpu" and dtype is torch.bfloat16
-        return is_known and (has_bfloat16_products() or _beats_torch_by_floats())
-
-    @staticmethod
     def supports(weight: torch.Tensor) -> bool:
-        """Whether the kernel serves for this weight."""
-        return _fills_vectors(weight) and PanelLinear.runs(weight.device, weight.dtype)
+        """Whether the kernel serves for this weight on this processor."""
+        is_known = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
+        has_vectors = has_bfloat16_products() or has_float_products()
+        return is_known and has_vectors and _fills_vectors(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, in]`` to ``[T, out]``."""
@@ -171,13 +173,8 @@ def _find_unit(inputs: int) -> int:
     return int(Unit.TILES if in_tiles else Unit.PAIRS)
 
 
-def _beats_torch_by_floats() -> bool:
-    """Whether the kernel multiplies float32 where torch has no fast product of bfloat16."""
-    return has_float_products() and not _torch_multiplies_bfloat16()
-
-
 def _torch_multiplies_bfloat16() -> bool:
-    """Whether oneDNN is in this torch, and multiplies bfloat16 on this processor."""
+    """Whether oneDNN is in this torch and takes bfloat16, fast or slowly, on this processor."""
     return bool(
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -252,7 +249,7 @@ class PaddedLinear:
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        make: Callable[[torch.Tensor, torch.Tensor | None], Linear],
+        make: MakeLinear,
     ) -> None:
         self._outputs, inputs = weight.shape
         self._more_outputs = _missing(self._outputs, LANES)
@@ -284,7 +281,7 @@ def _missing(count: int, multiple: int) -> int:
 
 
 class PackedLinear:
-    """bfloat16 where torch has a fast product and we have none, or of a shape that no panels have.
+    """bfloat16 where oneDNN is faster than we are, or of a shape that no panels have.
 
     Reordered once for oneDNN.
 
@@ -350,26 +347,61 @@ class LinearFactory:
         batch_invariant: a row's result must not depend on the rows beside it. All products are
             kernels of ours; what has none raises `UnsupportedOptionError` when it is made.
         threads: that kernels of ours have; None: as many as torch has now.
+        cpu_kernels: what multiplies bfloat16 on a CPU: a `ProductWay`, or "auto", the faster one.
     """
 
-    def __init__(self, batch_invariant: bool = False, threads: KernelThreads | None = None) -> None:
+    def __init__(
+        self,
+        batch_invariant: bool = False,
+        threads: KernelThreads | None = None,
+        cpu_kernels: str = "auto",
+    ) -> None:
         self._batch_invariant = batch_invariant
         self._threads = threads
+        self._wanted = cpu_kernels
+        self._choice = ProductChoice((threads or KernelThreads()).own)
         self._memory = WeightMemory()
         self._lacks: set[str] = set()
+        self._weights = {True: 0, False: 0}
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The product with ``weight [out, in]`` and ``bias [out]``."""
         if self._batch_invariant:
             check_invariant("a product", weight.dtype, weight.device)
+            self._weights[True] += weight.numel()
             if _fills_vectors(weight):
                 return self._make_own(weight, bias)
             return PaddedLinear(weight, bias, self._make_own)
+        ways = self._find_ways(weight, self._memory)
+        way = None
+        if ways:
+            outputs, inputs = weight.shape
+            # What is only timed gives its memory back.
+            way = self._choice.find((outputs, inputs), self._find_ways(weight, WeightMemory()))
+        self._weights[way is ProductWay.OWN] += weight.numel()
+        return PlainLinear(weight, bias) if way is None else ways[way](weight, bias)
+
+    @property
+    def ways(self) -> Mapping[str, str]:
+        """The chosen `ProductWay` of each shape of weights, such as `960 x 576`."""
+        return {f"{shape[0]} x {shape[1]}": way for shape, way in self._choice.chosen.items()}
+
+    @property
+    def is_mostly_own(self) -> bool:
+        """Whether kernels of ours compute most of the products that were made."""
+        return self._weights[True] > self._weights[False]
+
+    def _find_ways(
+        self, weight: torch.Tensor, memory: WeightMemory
+    ) -> Mapping[ProductWay, MakeLinear]:
+        """The wanted ways to multiply with a `weight`, the likely fastest first; maybe none."""
+        ways: dict[ProductWay, MakeLinear] = {}
         if PanelLinear.supports(weight):
-            return self._make_own(weight, bias)
+            ways[ProductWay.OWN] = partial(PanelLinear, memory=memory, threads=self._threads)
         if PackedLinear.supports(weight):
-            return PackedLinear(weight, bias)
-        return PlainLinear(weight, bias)
+            ways[ProductWay.ONEDNN] = PackedLinear
+        wanted = {way: make for way, make in ways.items() if self._wanted in ("auto", way)}
+        return wanted or ways
 
     def make_fp8(self, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """The product with a `weight` in FP8, for inputs of `dtype`.

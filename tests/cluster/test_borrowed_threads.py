@@ -40,7 +40,7 @@ async def test_a_lone_prompt_has_both_cores_and_none_beside_a_request_that_gener
     monkeypatch.setattr(borrowed_threads, "_LATE_LAYERS", math.inf)  # whatever else runs here
     options: dict[str, Any] = {"dtype": dtype, "prompt_threads": 2, "kv_memory": 8 << 20}
     async with in_process(tiny, **options) as cluster:
-        shares = PanelLinear.runs(torch.device("cpu"), parse_dtype(dtype))
+        shares = PanelLinear.supports(torch.empty(16, 16, dtype=parse_dtype(dtype)))
         shared = LENGTH if shares else 0
         alone = await cluster.generate(prompt(1), temperature=0, max_tokens=2)
         assert await widened(cluster, "prefill-0") == shared
@@ -81,7 +81,7 @@ async def test_many_requests_generate_the_same_with_both_cores(
             ]
             found.append([list(done.tokens) for done in await asyncio.gather(*asked)])
             rows = await cluster.metric("kvrelay_widened_rows_total", worker="decode-0")
-            shares = most > 1 and PanelLinear.runs(torch.device("cpu"), torch.bfloat16)
+            shares = most > 1 and PanelLinear.supports(torch.empty(16, 16, dtype=torch.bfloat16))
             assert (rows > 0) == shares
             await cluster.assert_at_baseline()
     assert found[0] == found[1]

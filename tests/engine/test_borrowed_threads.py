@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.engine.config import WorkerConfig
@@ -296,5 +297,5 @@ def test_who_may_have_others_cores(
     with closing(MachineCores(config.threads, tmp_path / "cores")) as cores:
         found = make_borrowed_threads(config, runner, cores)
     assert (found is not None) == (chooses and runner.shares_prompts)
-    assert runner.shares_prompts == PanelLinear.runs(runner.device, runner.dtype)
+    assert runner.shares_prompts == PanelLinear.supports(torch.empty(16, 16, dtype=runner.dtype))
     assert make_borrowed_threads(config, runner, None) is None

@@ -51,6 +51,14 @@ def test_a_scrape_sums_to_the_pools_and_counts_what_the_index_does():
     assert seen["kvrelay_audit_failures_total", "", ""] == 0
 
 
+def test_the_way_of_products_is_an_info():
+    worker = Simulation(0, page_size=4, pages=8, rows=4, chunk=16).prefills[0]
+    worker.context.metrics.product_ways = {"960 x 576": "own"}
+    text = generate_latest(worker.context.metrics.registry).decode()
+    [line] = [one for one in text.splitlines() if one.startswith("kvrelay_cpu_products_info{")]
+    assert 'way="own",weights="960 x 576",' in line
+
+
 def test_a_wrong_account_is_counted_and_stops_the_engine(monkeypatch: pytest.MonkeyPatch):
     simulation = Simulation(0, page_size=4, pages=8, rows=4, chunk=16)
     worker = simulation.prefills[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.cpu_kernels.lanes import has_bfloat16_products
+from kvrelay.cpu_kernels.processor import has_bfloat16_products
 from kvrelay.cpu_kernels.products.tiles import may_use_tiles
 from kvrelay.model_runner.attention import cpu_attention
 from kvrelay.model_runner.layers import linear

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.cpu_kernels.lanes import has_bfloat16_products
+from kvrelay.cpu_kernels.processor import has_bfloat16_products
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import torch_attention

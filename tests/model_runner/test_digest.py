@@ -11,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvrelay.cpu_kernels.processor import describe_arithmetic
 from kvrelay.engine.config import Speculation, WorkerConfig
 from kvrelay.engine.worker.loading import load_model
+from kvrelay.model_runner import runner
 from kvrelay.model_runner.checkpoint.digest import tensor_digest
 from kvrelay.model_runner.checkpoint.gguf_import import convert_gguf
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.text.tokenizer import load_tokenizer
 from kvrelay.wire.model_digest import ModelDigest
+from kvrelay.wire.page_hash import PageHashes
 from kvrelay.wire.worker_info import WorkerRole
 from tests.checkpoints import make_checkpoint
 from tests.model_runner.sequences import Sequences
@@ -122,6 +125,18 @@ def test_dtype_and_draft_belong_to_it(original: Path, folder: Path) -> None:
     half = digest_of(original, "bfloat16")
     assert "dtype (bfloat16, not float32)" in half.difference_from(plain)
     assert half.weights != plain.weights
+
+
+def test_where_bits_are_promised_a_processor_that_computes_otherwise_does_not_pair(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, loose = digest_of(original), digest_of(original, "bfloat16")
+    monkeypatch.setattr(runner, "describe_arithmetic", lambda: "AVX1024")
+    assert digest_of(original).difference_from(here) == (
+        f"arithmetic (AVX1024, not {describe_arithmetic()})"
+    )
+    assert digest_of(original, "bfloat16") == loose
+    assert PageHashes(digest_of(original), 16).root("") != PageHashes(here, 16).root("")
 
 
 def test_who_writes_into_the_file_later_changes_no_loaded_weight(

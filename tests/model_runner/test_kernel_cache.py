@@ -18,12 +18,18 @@ from tests.pairwise import few
 NORM = """
 import inspect
 import numpy as np
+from numba.core.codegen import JITCodeLibrary
+made = []
+make = JITCodeLibrary._finalize_specific
+JITCodeLibrary._finalize_specific = lambda self: (made.append(self.name), make(self))
 from kvrelay.cpu_kernels.elementwise_kernels import rms_norm
 ones = np.ones(4, np.uint16)
 out = ones.copy()
 rms_norm(1, 1, 4, ones.ctypes.data, ones.ctypes.data, False, 1e-6, out.ctypes.data)
 stats = rms_norm.stats
-print(inspect.getfile(rms_norm.py_func), stats.cache_path, sum(stats.cache_hits.values()))
+parts = [name for name in made if name.startswith("rms_norm_row")]
+found = sum(stats.cache_hits.values())
+print(inspect.getfile(rms_norm.py_func), stats.cache_path, found, len(parts))
 """
 REPORT = """
 from kvrelay.cpu_kernels.attention.decode_attention import attend_rows
@@ -76,15 +82,18 @@ def test_a_kernel_outside_of_the_sources_is_refused() -> None:
         kernel(double)
 
 
-def compiled(python_path: str, cache_home: Path) -> tuple[str, Path, int]:
-    """The file of a kernel that a process calls, where it is kept, and how often it was found."""
+def compiled(python_path: str, cache_home: Path) -> tuple[str, Path, int, int]:
+    """The file of a kernel that a process calls, where it is kept, and how often it was found.
+
+    The last number counts its parts that became machine code of their own.
+    """
     environment = {**os.environ, "PYTHONPATH": python_path, "XDG_CACHE_HOME": str(cache_home)}
     run = subprocess.run(
         [sys.executable, "-c", NORM], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-    file, folder, found = run.stdout.split()
-    return file, Path(folder), int(found)
+    file, folder, found, parts = run.stdout.split()
+    return file, Path(folder), int(found), int(parts)
 
 
 def test_kernels_lie_below_the_users_cache_and_one_process_compiles_for_all(tmp_path: Path) -> None:
@@ -94,11 +103,12 @@ def test_kernels_lie_below_the_users_cache_and_one_process_compiles_for_all(tmp_
     shutil.copytree(SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__"))
     places = [here, os.pathsep.join([str(tmp_path / "copy"), here])]
     with ThreadPoolExecutor() as threads:
-        files, folders, found = zip(
+        files, folders, found, parts = zip(
             *threads.map(lambda place: compiled(place, tmp_path), places), strict=True
         )
     assert folders == (folder, folder)
     assert sorted(found) == [0, 1]
+    assert parts == (0, 0)
     assert [Path(file).is_relative_to(copy) for file in files] == [False, True]
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.cpu_kernels.lanes import has_bfloat16_products
+from kvrelay.cpu_kernels.processor import has_bfloat16_products, has_float_products
 from kvrelay.cpu_kernels.products import tiles
 from kvrelay.cpu_kernels.products.product import multiply
-from kvrelay.cpu_kernels.products.product_floats import has_float_products
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.model_runner.layers import linear as linear_layer
 from kvrelay.model_runner.layers.linear import (
@@ -58,11 +57,10 @@ def round_inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def take_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor with AVX2 and without AVX512."""
+    """As on a processor without AVX512-BF16."""
     if not has_float_products():
         pytest.skip("this CPU has no AVX2")
     monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
-    monkeypatch.setattr(linear_layer, "_beats_torch_by_floats", lambda: True)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -225,21 +223,9 @@ def test_vectors_multiply_what_is_no_whole_tile(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(got, PanelLinear(weight, None, WeightMemory())(x))
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_floats_multiply_where_torch_has_no_fast_product(
-    fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
-    monkeypatch.setattr(linear_layer, "has_float_products", lambda: True)
-    monkeypatch.setattr(linear_layer, "_torch_multiplies_bfloat16", lambda: fast)
-    weight = normal(48, 40)
-    assert PanelLinear.supports(weight) == (not fast)
-    assert PackedLinear.supports(weight) == fast
-
-
 def test_other_processors_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_layer, "has_bfloat16_products", lambda: False)
-    monkeypatch.setattr(linear_layer, "_beats_torch_by_floats", lambda: False)
+    monkeypatch.setattr(linear_layer, "has_float_products", lambda: False)
     weight, x, residual = normal(48, 40), normal(40, 40), normal(40, 48)
     linear = LinearFactory().make(weight)
     assert isinstance(linear, PackedLinear | PlainLinear)

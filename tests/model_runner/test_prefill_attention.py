@@ -18,7 +18,8 @@ from torch.nn import functional
 from kvrelay.cpu_kernels.attention.prefill_attention import Strip, find_tile
 from kvrelay.cpu_kernels.attention.prefill_lanes import ROWS, VECTORS
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.cpu_kernels.lanes import LANES, has_bfloat16_products
+from kvrelay.cpu_kernels.lanes import LANES
+from kvrelay.cpu_kernels.processor import has_bfloat16_products
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool

@@ -36,20 +36,22 @@ class DescribeAgentResponse(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., agent_metadata_sha256: _Optional[bytes] = ..., device_id: _Optional[int] = ..., memory_type: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ..., scratch: _Optional[_Union[PoolDescription, _Mapping]] = ..., model: _Optional[_Union[ModelDigest, _Mapping]] = ..., host_pools: _Optional[_Iterable[_Union[PoolDescription, _Mapping]]] = ...) -> None: ...
 
 class ModelDigest(_message.Message):
-    __slots__ = ("config", "weights", "tokenizer", "dtype", "layout", "draft")
+    __slots__ = ("config", "weights", "tokenizer", "dtype", "layout", "draft", "arithmetic")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
+    ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     config: str
     weights: str
     tokenizer: str
     dtype: str
     layout: str
     draft: str
-    def __init__(self, config: _Optional[str] = ..., weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., draft: _Optional[str] = ...) -> None: ...
+    arithmetic: str
+    def __init__(self, config: _Optional[str] = ..., weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., draft: _Optional[str] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class PoolDescription(_message.Message):
     __slots__ = ("address", "pages", "geometry")
