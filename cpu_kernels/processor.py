@@ -56,6 +56,16 @@ def processor_name() -> str:
     return f"{name}, microcode {told['microcode']}" if "microcode" in told else name
 
 
+def describe_processor() -> str:
+    """Name the processor and the fastest that kernels use of it, as a benchmark's table does."""
+    name = processor_name().partition(", microcode")[0]
+    units = {"AMX": has_tiles(), "AVX512-BF16": has_bfloat16_products()}
+    units |= {"AVX512": has_wide_registers(), "AVX2": has_float_products()}
+    unit = next((unit for unit, is_there in units.items() if is_there), "no AVX2")
+    hidden = f", without {os.environ[HIDE_FEATURES]}" if os.environ.get(HIDE_FEATURES) else ""
+    return f"{name}, {unit}{hidden}"
+
+
 def describe_arithmetic() -> str:
     """Name what the order of sums and the bits of functions follow from, here and in torch."""
     ours = sorted(_ORDERING & cpu_features())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from typing import Any, Final
@@ -12,8 +13,21 @@ from typing import Any, Final
 from kvrelay.options.observing import LogFormat
 
 TEXT: Final = "%(levelname)s %(name)s: %(message)s"
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+"""The characters that could begin another line, or steer a terminal."""
 _FIELDS: Final = ("request_id", "attempt", "trace_id", "outcome", "prompt", "output")
 """The fields that a message may have beside its text, given as `extra`."""
+
+
+class TextFormatter(logging.Formatter):
+    """A formatter that writes each message as one line, whatever clients have sent."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        """Return the line, with control characters escaped; a traceback follows it."""
+        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
 
 
 class JsonFormatter(logging.Formatter):
@@ -70,13 +84,11 @@ def set_up_log(level: int, form: LogFormat, **process: str) -> None:
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray marks workers' lines in files, too
-    if form is LogFormat.TEXT:
-        logging.basicConfig(level=level, format=TEXT)
-        return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process))
+    handler.setFormatter(TextFormatter() if form is LogFormat.TEXT else JsonFormatter(process))
     logging.basicConfig(level=level, handlers=[handler])
-    logging.captureWarnings(True)
+    if form is LogFormat.JSON:
+        logging.captureWarnings(True)
 
 
 def add_to_log(**process: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import resource
 from typing import Final
 
+from kvrelay.net.door_rules import ANY_NUMBER, MAX_MESSAGE_BYTES, ListenerRule
+
 Options = list[tuple[str, int]]
 
-MAX_MESSAGE_BYTES: Final = 64 << 20
-"""The largest message between router and workers; well above what a router takes from a client."""
 KEEPALIVE_MS: Final = 20_000
 """Either end pings a connection that was silent for this time, with or without an open call."""
 KEEPALIVE_TIMEOUT_MS: Final = 20_000
@@ -17,10 +17,6 @@ KEEPALIVE_TIMEOUT_MS: Final = 20_000
 This finds a host or a network that fails silently, within 40 s. A process that dies is found
 at once, because its socket closes, and its supervisor finds a process that hangs.
 """
-HANDSHAKE_TIMEOUT_MS: Final = 10_000
-"""A server hangs up on a peer that does not begin to speak gRPC, or TLS, within this time."""
-IDLE_CLIENT_MS: Final = 60_000
-"""A router hangs up on a client after this time without a call; its next call reconnects."""
 _LEAST_PING_INTERVAL_MS: Final = KEEPALIVE_MS // 2
 """A server ends connections that ping more often. gRPC's own bound is 5 minutes."""
 
@@ -28,9 +24,9 @@ _KEEPALIVE: Final = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a minute
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0: no bound
 ]
+_WITHOUT_CALLS: Final = [("grpc.keepalive_permit_without_calls", 1)]
 
 
 def message_bounds(most_bytes: int) -> Options:
@@ -46,22 +42,39 @@ def channel_options(most_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     return [
         *message_bounds(most_bytes),
         *_KEEPALIVE,
+        *_WITHOUT_CALLS,
         ("grpc.enable_http_proxy", 0),  # never reach a worker through the user's web proxy
         # Else a channel to the same address may share a dying connection.
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
 
-def server_options(most_bytes: int, *, internal: bool) -> Options:
+def server_options(rule: ListenerRule, most_bytes: int, *, internal: bool) -> Options:
     """Options of a server: for routers and workers (`internal`), or for clients of any kind."""
-    return [
+    options = [
         *message_bounds(most_bytes),
         ("grpc.so_reuseport", 0),  # else a second process could share the port unnoticed
         ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
-        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        ("grpc.max_allowed_incoming_connections", most_connections()),
-        *(_KEEPALIVE if internal else [("grpc.max_connection_idle_ms", IDLE_CLIENT_MS)]),
+        ("grpc.server_handshake_timeout_ms", _ms(rule.begin_seconds)),
+        ("grpc.max_allowed_incoming_connections", rule.most_connections or most_connections()),
+        # Of more than a thousand calls that wait, gRPC would end any at random, also another's.
+        ("grpc.server.max_pending_requests", ANY_NUMBER),
+        ("grpc.server.max_pending_requests_hard_limit", ANY_NUMBER),
+        ("grpc.max_metadata_size", rule.most_head_bytes),
+        ("grpc.absolute_max_metadata_size", rule.most_head_bytes),
+        *_KEEPALIVE,  # it ends clients that read nothing at all, too
     ]
+    if internal:
+        options += _WITHOUT_CALLS
+    elif rule.idle_seconds is not None:
+        options.append(("grpc.max_connection_idle_ms", _ms(rule.idle_seconds)))
+    if rule.most_streams is not None:
+        options.append(("grpc.max_concurrent_streams", rule.most_streams))
+    return options
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
 
 
 def most_connections() -> int:

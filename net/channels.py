@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import grpc
 
-from kvrelay.net.channel_options import MAX_MESSAGE_BYTES, channel_options, server_options
+from kvrelay.net.channel_options import channel_options, server_options
+from kvrelay.net.door_rules import MAX_MESSAGE_BYTES, WORKER, ListenerRule
+from kvrelay.net.receiving import BoundedCalls, CallerOf
 from kvrelay.net.tls import CurrentTls, TlsFiles
 
 _POLLER: Final = "PollerCompletionQueue"
@@ -46,28 +48,44 @@ def worker_credentials(files: TlsFiles | None) -> CurrentTls | None:
     return None if files is None else CurrentTls(files)
 
 
+def connection_of(context: grpc.aio.ServicerContext) -> str:
+    """The caller of a call whose connection is the caller."""
+    peer: str = context.peer()
+    return peer
+
+
 def worker_server() -> grpc.aio.Server:
     """A worker's server, without a listener yet."""
     join_wakeups(asyncio.get_running_loop())
-    return grpc.aio.server(options=server_options(MAX_MESSAGE_BYTES, internal=True))
+    options = server_options(WORKER, MAX_MESSAGE_BYTES, internal=True)
+    return grpc.aio.server(options=options, interceptors=[BoundedCalls(WORKER, connection_of)])
 
 
 def front_server(
-    most_bytes: int, interceptors: Sequence[grpc.aio.ServerInterceptor]
+    rule: ListenerRule,
+    most_bytes: int,
+    *,
+    guards: Sequence[grpc.aio.ServerInterceptor] = (),
+    caller_of: CallerOf = connection_of,
+    inner: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
-    """A router's server for clients, without a listener yet.
+    """A server for clients or operators, without a listener yet.
 
     It takes as many connections as the process may open files, so that limit is raised to what
     the system allows.
 
     Args:
+        rule: the rules of its methods.
         most_bytes: the largest message.
-        interceptors: called before a call's message is received.
+        guards: interceptors that are called before a call's message is received.
+        caller_of: names the caller of a call.
+        inner: interceptors next to the handlers.
     """
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     join_wakeups(asyncio.get_running_loop())
-    options = server_options(most_bytes, internal=False)
+    options = server_options(rule, most_bytes, internal=False)
+    interceptors = [*guards, BoundedCalls(rule, caller_of), *inner]
     return grpc.aio.server(options=options, interceptors=interceptors)
 
 

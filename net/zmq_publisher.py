@@ -9,13 +9,14 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
+from kvrelay.net.door_rules import KV_EVENTS
+
 _log = logging.getLogger(__name__)
 
 _MOST_UNREAD_MESSAGES: Final = 128
-_HANDSHAKE_MS: Final = 10_000
-_LONGEST_MESSAGE_BYTES: Final = 256
+_LONGEST_MESSAGE_BYTES: Final = KV_EVENTS.most_bytes or 0
 """The most bytes of a subscriber's message: a topic or the greeting. More disconnect it."""
-_MOST_TOPICS: Final = 1024
+_MOST_TOPICS: Final = KV_EVENTS.methods["SUBSCRIBE"].most or 0
 _MESSAGES_A_TURN: Final = 64
 _MOST_MESSAGES_IN_A_ROW: Final = 4096
 """The most messages read in a row without a wait; more come faster than the loop reads them."""
@@ -91,7 +92,7 @@ class ZmqPublisher:
         socket = self._context.socket(zmq.XPUB)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD_MESSAGES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(KV_EVENTS.begin_seconds * 1000))
         socket.setsockopt(zmq.MAXMSGSIZE, _LONGEST_MESSAGE_BYTES)
         return socket
 

@@ -8,18 +8,29 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-MOST_CONNECTIONS: Final = 512
-"""The most open connections. One more ends the oldest, so that silent ones block nobody."""
 _WAITING: Final = 1024
 """Connections that wait to be accepted. One more is dropped, and its client retries in a second."""
-_MOST_HEAD_BYTES: Final = 16 << 10
 _PAUSE_SECONDS: Final = 0.1
-_SECONDS: Final = 10.0
-"""Time for a connection to send its request and to take the answer."""
+
+
+class Bounds(Protocol):
+    """The bounds of the connections, which have one call each."""
+
+    @property
+    def most_connections(self) -> int | None:
+        """The most connections. One more ends the oldest, so that silent ones block nobody."""
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """Time for a connection to send its request and to take the answer."""
+
+    @property
+    def most_head_bytes(self) -> int:
+        """The most bytes of a request."""
 
 
 class MetricsServer:
@@ -29,6 +40,7 @@ class MetricsServer:
         registry: read at every scrape, on that thread.
         host: the address to listen on.
         port: the port; 0: any free one.
+        bounds: the bounds of its connections.
         pages: functions by path, each of which makes a page of JSON, on that thread. Its argument
             is the client's Host header.
 
@@ -41,9 +53,11 @@ class MetricsServer:
         registry: CollectorRegistry,
         host: str,
         port: int,
+        bounds: Bounds,
         pages: Mapping[str, Callable[[str], bytes]] = MappingProxyType({}),
     ) -> None:
         self._pages = pages
+        self._bounds = bounds
         self._app: Any = make_wsgi_app(registry)
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._listener = socket.socket(family, kind)
@@ -97,7 +111,8 @@ class MetricsServer:
             self._keep(connection)
 
     def _keep(self, connection: socket.socket) -> None:
-        if len(self._connections) >= MOST_CONNECTIONS:
+        most = self._bounds.most_connections
+        if most is not None and len(self._connections) >= most:
             oldest = next(iter(self._connections))
             del self._connections[oldest]
             oldest.cancel()
@@ -113,9 +128,9 @@ class MetricsServer:
     async def _serve(self, connection: socket.socket) -> None:
         """Take one request and answer it. Errors of the connection or the request are ignored."""
         with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(self._bounds.idle_seconds):
                 reader, writer = await asyncio.open_connection(
-                    sock=connection, limit=_MOST_HEAD_BYTES
+                    sock=connection, limit=self._bounds.most_head_bytes
                 )
                 try:
                     writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))

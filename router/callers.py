@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -32,6 +32,17 @@ class Caller:
     """The most prompt tokens of its requests that wait for their first token; None: no limit."""
     max_grammar_bytes: int | None = None
     """The most bytes of its live requests' grammars, together; None: no limit of its own."""
+    connection: str = ""
+    """The connection of the present call, which is the caller where there are no tokens."""
+
+    @property
+    def turn(self) -> str:
+        """The name in whose turn its work is done: the token's, or the connection's."""
+        return self.name or self.connection
+
+    def at(self, connection: str) -> Caller:
+        """Return the same caller, as it calls on this connection."""
+        return replace(self, connection=connection)
 
     def may(self, right: Right) -> bool:
         """Whether the caller has this right."""
@@ -47,3 +58,5 @@ class Caller:
 
 ANYBODY = Caller("", "", frozenset(Right))
 """The caller of a router that asks for no token."""
+STRANGER = Caller("", "", frozenset())
+"""The caller of a method that needs no token, where others need one."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvrelay.net.door_rules import HTTP_IDLE_SECONDS
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 from kvrelay.options.observing import ObservingOptions
@@ -166,7 +167,7 @@ class RouterOptions(ObservingOptions):
         shown_default="none",
     )
     http_keep_alive: float = option(
-        75.0,
+        HTTP_IDLE_SECONDS,
         "The router closes a connection of --http that is idle between two calls for this long. A "
         "proxy that keeps connections, mostly for 60 s, must close them first, or a call may meet "
         "the end of its connection.",

@@ -21,6 +21,8 @@
     ├── GrammarQueueFull       RESOURCE_EXHAUSTED, too
     ├── GrammarsFull           RESOURCE_EXHAUSTED, too
     ├── OverLimit              RESOURCE_EXHAUSTED, too: names the token's limit
+    ├── TooManyCalls           RESOURCE_EXHAUSTED, too
+    ├── ReadersFull            RESOURCE_EXHAUSTED, too
     ├── SlowReader             RESOURCE_EXHAUSTED: the client does not read what it is sent
     ├── DeadlineExceeded       DEADLINE_EXCEEDED
     ├── DeadlineTooNear        DEADLINE_EXCEEDED, too, but at once
@@ -207,6 +209,29 @@ class GrammarsFull(RequestError):  # noqa: N818
         super().__init__(
             f"{have}, and the router takes no more (--max-grammar-bytes); "
             f"try again in {retry_after_ms} ms"
+        )
+        self.retry_after_ms = retry_after_ms
+
+
+class TooManyCalls(RequestError):  # noqa: N818
+    """A refusal: as many calls of one method are open, of the caller or of all, as may be."""
+
+    outcome = "overloaded"
+
+    def __init__(self, why: str, retry_after_ms: int) -> None:
+        super().__init__(f"{why}; try again in {retry_after_ms} ms")
+        self.retry_after_ms = retry_after_ms
+
+
+class ReadersFull(RequestError):  # noqa: N818
+    """A refusal: as many streams of one live request are open as the router takes."""
+
+    outcome = "overloaded"
+
+    def __init__(self, request_id: str, readers: int, retry_after_ms: int) -> None:
+        super().__init__(
+            f"request_id: {readers} streams of the live request {request_id!r} are open, and the "
+            f"router takes no more; try again in {retry_after_ms} ms"
         )
         self.retry_after_ms = retry_after_ms
 

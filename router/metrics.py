@@ -211,13 +211,14 @@ class Stopwatch:
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        self._arrived = time.monotonic()
+        self.arrived = time.monotonic()
+        """The moment of the request's arrival."""
         self._last_delta: dict[int, float] = {}  # by choice
 
     @property
     def seconds(self) -> float:
         """Seconds since the request arrived."""
-        return time.monotonic() - self._arrived
+        return time.monotonic() - self.arrived
 
     def admitted(self, prompt_tokens: int) -> None:
         """Note that the request was admitted."""
@@ -229,7 +230,7 @@ class Stopwatch:
         if latest is not None:
             self._metrics.itl_seconds.observe(now - latest)
         elif not self._last_delta:
-            self._metrics.observe(TTFT_SECONDS, now - self._arrived)
+            self._metrics.observe(TTFT_SECONDS, now - self.arrived)
         self._last_delta[choice] = now
         self._metrics.output_tokens.add(tokens)
 

@@ -13,17 +13,21 @@ class Notifier:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: list[tuple[float, asyncio.Future[None]]] = []
 
     def notify_all(self) -> None:
-        """Wake all who wait now."""
+        """Wake all who wait now, by their places."""
         waiting, self._waiting = self._waiting, []
-        for one in waiting:
+        for _, one in sorted(waiting, key=lambda waiter: waiter[0]):
             if not one.done():  # its coroutine may have been cancelled
                 one.set_result(None)
 
-    def wait(self) -> asyncio.Future[None]:
-        """Return a future that is done after the next notification."""
+    def wait(self, place: float = 0.0) -> asyncio.Future[None]:
+        """Return a future that is done after the next notification.
+
+        Args:
+            place: the place in line; those with lower ones are woken first.
+        """
         notified = asyncio.get_running_loop().create_future()
-        self._waiting.append(notified)
+        self._waiting.append((place, notified))
         return notified

@@ -7,24 +7,26 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from kvrelay.net.allocator import return_large_blocks
 from kvrelay.net.channels import front_server, worker_credentials
-from kvrelay.net.receiving import BoundedReceipt
+from kvrelay.net.door_rules import GRPC, METRICS
+from kvrelay.net.health_service import HealthService
 from kvrelay.net.reflection import enable_reflection
 from kvrelay.net.tls import CurrentTls, TlsFileError, TlsFiles
 from kvrelay.observe.metrics_server import MetricsServer
 from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
-from kvrelay.router.access.auth import Guard
+from kvrelay.router.access.auth import Guard, name_caller
 from kvrelay.router.access.current_tokens import CurrentTokens
+from kvrelay.router.access.token_file import Tokens
 from kvrelay.router.admission.admission import Admission
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.served_tokenizer import Texts
@@ -75,6 +77,8 @@ _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_na
 _GENERATE = f"/{_SERVICE}/Generate"
 _RAW = RawMessages({_GENERATE, f"/{_SERVICE}/Detokenize"}, answered={_GENERATE})
 
+_LEAST_STREAMS = 1024
+
 
 class OperatorDoor(Protocol):
     """Services for operators and other routers, served by whoever supervises the workers."""
@@ -87,7 +91,7 @@ class OperatorDoor(Protocol):
         undo: contextlib.AsyncExitStack,
         address: str,
         tls: TlsFiles | None,
-        guards: Sequence[grpc.aio.ServerInterceptor],
+        tokens: Callable[[], Tokens] | None,
         requests_of: Callable[[str], int | None],
     ) -> str:
         """Listen until `undo`, and return the address with its real port.
@@ -96,7 +100,7 @@ class OperatorDoor(Protocol):
             undo: stops it.
             address: ``host:port`` to listen on.
             tls: the certificate to show.
-            guards: interceptors that see a call before its message is received.
+            tokens: returns the tokens that are valid now; None: no call needs one.
             requests_of: counts the requests of a worker's incarnation.
 
         Raises:
@@ -142,7 +146,7 @@ class Router:
         )
         self._sessions = Sessions(config, self._metrics, self._fleet.forget_session)
         self._adoption = SessionAdoption(self._sessions, self._fleet, self._metrics)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthService((_SERVICE,))
         self._undo = contextlib.AsyncExitStack()
         self._worker_credentials: CurrentTls | None = None
         self._tokens: CurrentTokens | None = None
@@ -187,7 +191,7 @@ class Router:
                     undo,
                     str(self._config.admin_address),
                     self._config.admin_tls,
-                    self._guards(),
+                    self._tokens,
                     self._requests_of,
                 )
             texts = await self._make_texts(undo, tokenizer)
@@ -216,7 +220,7 @@ class Router:
                 await self._serve_http(undo, self._config.http_address, admission, texts, info)
             undo.push_async_callback(live.close, self._config.shutdown_grace_seconds)
             _run_in(undo, self._report_health())
-            undo.push_async_callback(self._health.enter_graceful_shutdown)
+            undo.callback(self._health.close)
             self._undo = undo.pop_all()
 
     def _serve_sessions(self, undo: contextlib.AsyncExitStack) -> None:
@@ -277,11 +281,6 @@ class Router:
         except ValueError as error:
             raise StartError(f"--seed-key-file: {error}") from error
 
-    def _guards(self) -> list[grpc.aio.ServerInterceptor]:
-        """The interceptors of a listener: the token is checked before a message is received."""
-        guards = [] if self._tokens is None else [Guard(self._tokens)]
-        return [*guards, BoundedReceipt()]
-
     async def _make_texts(self, undo: contextlib.AsyncExitStack, tokenizer: Tokenizer) -> Texts:
         threads = TextThreads(self._config.max_text_bytes, self._config.retry_after_ms)
         undo.callback(threads.close)
@@ -299,7 +298,13 @@ class Router:
         # The validator refuses messages of up to twice the limit, and names the field.
         # gRPC refuses larger ones, with RESOURCE_EXHAUSTED.
         bytes_taken = 2 * self._config.max_message_bytes
-        server = front_server(bytes_taken, [*self._guards(), _RAW])
+        server = front_server(
+            replace(GRPC, most_streams=_streams(self._config.max_live_requests)),
+            bytes_taken,
+            guards=[Guard(self._tokens, GRPC)],
+            caller_of=name_caller,
+            inner=[_RAW],
+        )
         service = InferenceService(
             self._config,
             self._fleet,
@@ -372,7 +377,7 @@ class Router:
             registry.register(collector)
         pages = {} if self._operators is None else self._operators.pages
         try:
-            server = MetricsServer(registry, host.strip("[]"), port, pages)
+            server = MetricsServer(registry, host.strip("[]"), port, METRICS, pages)
         except OSError as error:
             address = self._config.metrics_address
             raise StartError(f"metrics: cannot listen on {address}: is the port in use?") from error
@@ -380,16 +385,9 @@ class Router:
         self.metrics_address = f"{host}:{server.port}"
 
     async def _report_health(self) -> None:
-        shown = None
         while True:
-            if (ready := self._fleet.ready) is shown:
-                await self._fleet.changes.wait()
-                continue
-            serving = health_pb2.HealthCheckResponse.ServingStatus
-            status = serving.SERVING if ready else serving.NOT_SERVING
-            for service in ("", _SERVICE):
-                await self._health.set(service, status)
-            shown = ready
+            self._health.set(serving=self._fleet.ready)
+            await self._fleet.changes.wait()
 
     def _make_link(
         self, endpoint: WorkerInfo, on_change: Callable[[WorkerLink], None]
@@ -421,6 +419,11 @@ def _run_in(undo: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None]) ->
         await asyncio.gather(task, return_exceptions=True)
 
     undo.push_async_callback(end)
+
+
+def _streams(max_live_requests: int) -> int:
+    """The most calls of one connection, so that one client can have all live requests, and more."""
+    return max(_LEAST_STREAMS, 2 * max_live_requests)
 
 
 def _load_tokenizer(model_path: Path) -> LoadedTokenizer:

@@ -13,8 +13,6 @@ _WORDS = ("name", "first name", "größe", "a/b", "x~y", "id", "tags", "next")
 def random_schema(random: Random) -> str:
     """A schema of an object, in JSON."""
     schema = {"$defs": {"leaf": _leaf(random)}, **_object(random, 2)}
-    if random.random() < 0.8:  # a random model likes white space
-        schema["x-guidance"] = {"whitespace_flexible": False}
     return json.dumps(schema, ensure_ascii=random.random() < 0.5)
 
 

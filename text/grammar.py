@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import queue
 import re
 import resource
 import threading
@@ -17,26 +19,45 @@ from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from tokenizers import Tokenizer
 
+from kvrelay.text.json_schema import enforced
+from kvrelay.text.regex_classes import ascii_classes
 from kvrelay.text.schema_place import find_place
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 """The longest grammar, in whatever form."""
 WORKER_STACK_BYTES: Final = 256 << 20
 """The stack of the thread that compiles: llguidance recurses as deep as a grammar's rules do."""
+_LEXER_FUEL: Final = 400_000
+"""The work of a grammar's compilation and first mask; a unit takes a microsecond and 200 bytes."""
+_MASK_FUEL: Final = 50_000
+"""The same for each later mask."""
+_LEXER_STATES: Final = 32 << 10
+"""The most states that a grammar's lexer learns from all outputs: about a kilobyte each."""
+_ALTERNATIVES: Final = 4000
+"""The most alternatives that a grammar may have at any place."""
+_RULE_SYMBOLS: Final = 500_000
+"""The most symbols in a grammar's rules."""
+_BYTES_A_SECOND: Final = 100_000_000
+"""The most memory that a second of masks takes: that of a lexer that learns all the time."""
+_LARGE_BYTES: Final = 2 << 20
+"""A grammar of more bytes gives its memory back to the system when it is gone."""
+_TRIM_SECONDS: Final = 0.5
 _MOST_KEPT: Final = 128
-_MOST_KEPT_BYTES: Final = 512 << 20
+_MOST_KEPT_BYTES: Final = 128 << 20
 LEAST_BYTES: Final = 64 << 10
-_MOST_BYTES: Final = 128 << 20
-"""The bounds of the estimate of what one grammar occupies (`LEAST_BYTES`, `_MOST_BYTES`)."""
+MOST_BYTES: Final = 48 << 20
+"""The bounds of the estimate of what one grammar occupies (`LEAST_BYTES`, `MOST_BYTES`)."""
 _JSON_DEFAULTS: Final[Any] = {"whitespace_pattern": r"\x20|\n\x20{0,32}"}
 """White space in JSON: one space, or a line break and its indentation.
 
 With more allowed, a weak model would go on with white space.
 """
-_OPTIONS: Final = "x-guidance"
-_BYTES: Final = 256
+_IS_LARK: Final = re.compile(r"^\s*(%llguidance\b|[?!]*start\s*(\.\d+)?\s*:(?!:=))", re.MULTILINE)
+_LARK_PART: Final = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|\#[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\s*', re.DOTALL
+)
+"""A text, a comment, a regular expression, or what comes before a schema."""
 
 
 class GrammarError(Exception):
@@ -82,40 +103,116 @@ class GrammarCompiler:
     Args:
         make_tokenizer: makes the vocabulary that grammars are compiled for; called once, for the
             first grammar.
-        fuel: the work that a grammar may take to compile, as a share of what llguidance allows.
+        share: the work that a grammar may take, as a share of a worker's bounds.
     """
 
-    def __init__(self, make_tokenizer: Callable[[], LLTokenizer], fuel: float = 1.0) -> None:
+    def __init__(self, make_tokenizer: Callable[[], LLTokenizer], share: float = 1.0) -> None:
         self._make_tokenizer = make_tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._limits = LLParserLimits(
-            initial_lexer_fuel=int(1_000_000 * fuel),
-            max_grammar_size=int(500_000 * fuel),
+            initial_lexer_fuel=int(_LEXER_FUEL * share),
+            step_lexer_fuel=int(_MASK_FUEL * share),
+            max_lexer_states=_LEXER_STATES,
+            max_items_in_row=_ALTERNATIVES,
+            max_grammar_size=int(_RULE_SYMBOLS * share),
             verbose_errors=False,
         )
 
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """The vocabulary."""
+        if self._tokenizer is None:
+            self._tokenizer = self._make_tokenizer()
+        return self._tokenizer
+
     def compile(self, constraint: Constraint) -> LLMatcher:
-        """The compiled grammar, in its initial state; raises `GrammarError`, without a place."""
-        matcher = self._matcher(source_of(constraint))
-        if matcher.is_error():
-            raise GrammarError(one_line(matcher.get_error()))
-        return matcher
+        """The compiled grammar, in its initial state, whose first mask is known.
+
+        Raises:
+            GrammarError: it cannot be compiled, or has no first mask; the error has no place.
+        """
+        return self._compile(source_of(constraint))
 
     def place_of(self, problem: str, schema: str, may_try: Callable[[], bool]) -> str:
         """The place of `compile`'s problem in a schema; asks `may_try` before each trial."""
 
         def fails(part: str) -> bool:
-            return may_try() and one_line(self._matcher(_of_schema(part)).get_error()) == problem
+            try:
+                if may_try():
+                    self._compile(_of_schema(part))
+            except GrammarError as error:
+                return str(error) == problem
+            return False
 
         return find_place(schema, fails)
 
-    def _matcher(self, source: str) -> LLMatcher:
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
-        return LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+    def _compile(self, source: str) -> LLMatcher:
+        matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=self._limits)
+        raise_problem(matcher)
+        # Text that a grammar forces is followed to its end before the first mask.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        raise_problem(first)
+        return matcher
 
 
-class _Compilation(Future[LLMatcher]):
+class CompiledGrammar:
+    """A compiled grammar. All matchers of it share a lexer, which learns from each mask.
+
+    Args:
+        matcher: the grammar in its initial state.
+        num_bytes: the estimate of its memory.
+        on_spent: called once it is spent.
+        on_freed: called when a large one is gone.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        num_bytes: int,
+        on_spent: Callable[[CompiledGrammar], object],
+        on_freed: Callable[[None], object],
+    ) -> None:
+        self._matcher: LLMatcher | None = matcher
+        self._on_spent = on_spent
+        self._on_freed = on_freed
+        self._is_large = False
+        self.num_bytes = num_bytes
+        """The estimate of the memory that it takes now."""
+        self.num_matchers = 0
+        """The matchers that were made of it."""
+        self.charge(0.0)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has learnt so much, or failed, that another takes its place."""
+        return self._matcher is None
+
+    def new_matcher(self) -> LLMatcher | None:
+        """A matcher in its initial state; None: the grammar is spent."""
+        matcher = self._matcher
+        if matcher is None:
+            return None
+        self.num_matchers += 1
+        return matcher.deep_copy()
+
+    def charge(self, seconds: float) -> None:
+        """Count what masks have taken that took so long, the memory not being told."""
+        self.num_bytes += int(seconds * _BYTES_A_SECOND)
+        if not self._is_large and self.num_bytes > _LARGE_BYTES:
+            self._is_large = True
+            weakref.finalize(self, self._on_freed, None).atexit = False
+        if self.num_bytes > MOST_BYTES:
+            self.spend()
+
+    def spend(self) -> None:
+        """Let no more matchers be made; its memory is free once those that are there are gone."""
+        if self._matcher is not None:
+            self._matcher = None
+            self._on_spent(self)
+
+
+class _Compilation(Future[CompiledGrammar]):
     """The future of a compiled grammar.
 
     Args:
@@ -125,8 +222,13 @@ class _Compilation(Future[LLMatcher]):
     def __init__(self, constraint: Constraint) -> None:
         super().__init__()
         self.constraint = constraint
-        self.num_bytes = LEAST_BYTES
+        self.compiled: CompiledGrammar | None = None
+        """The compiled grammar; None: it is not there yet, or cannot be used."""
+
+    @property
+    def num_bytes(self) -> int:
         """The estimated memory of the compiled grammar."""
+        return self.compiled.num_bytes if self.compiled is not None else LEAST_BYTES
 
 
 class Grammars:
@@ -134,7 +236,7 @@ class Grammars:
 
     The latest are kept; any other lives as long as a request holds its future. So the number of
     grammars is bounded. A grammar that no request holds any more when its turn comes is not
-    compiled.
+    compiled. One that is spent is compiled anew.
 
     Args:
         make_tokenizer: makes the vocabulary that grammars are compiled for; called once, for the
@@ -148,21 +250,23 @@ class Grammars:
         self._kept: OrderedDict[Constraint, _Compilation] = OrderedDict()
         """The members of `_held` that stay when nobody else holds them."""
         self._thread = ThreadPoolExecutor(1, "kvrelay-grammar")
+        self._freed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """An entry for each large grammar that is gone: a finalizer may put into this queue."""
         self._is_started = False
         self.on_compiled: Callable[[float], object] = lambda seconds: None
         """A callback in the thread, with the seconds of each compilation."""
         self.on_hit: Callable[[], object] = lambda: None
         """A callback for each grammar that was there already."""
 
-    def prepare(self, constraint: Constraint) -> Future[LLMatcher]:
-        """The future of the compiled grammar in its initial state; do not change its state.
+    def prepare(self, constraint: Constraint) -> Future[CompiledGrammar]:
+        """The future of the compiled grammar.
 
         The future raises `GrammarError` if the grammar cannot be used. Hold it as long as the
         grammar is needed. Do not cancel it: others may wait for the same future.
         """
         with self._lock:
             held = self._held.get(constraint)
-            if held is None:
+            if held is None or (held.compiled is not None and held.compiled.is_spent):
                 self._start()
                 made = self._held[constraint] = _Compilation(constraint)
                 self._thread.submit(self._compile, weakref.ref(made))
@@ -177,9 +281,12 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        """Start the thread. Its stack takes only address space until it is used."""
+        """Start the threads. The stack takes only address space until it is used."""
         if not self._is_started:
             self._is_started = True
+            threading.Thread(
+                target=_trim_when_freed, args=(self._freed,), name="grammar-trim", daemon=True
+            ).start()
             with stack_of(WORKER_STACK_BYTES):
                 self._thread.submit(lambda: None)
 
@@ -189,22 +296,23 @@ class Grammars:
             return
         begun = time.monotonic()
         try:
-            matcher, made.num_bytes = self._measured(made.constraint)
+            made.compiled = self._measured(made.constraint)
         except BaseException as error:
             self._settle(made, begun)
             made.set_exception(error)
         else:
             self._settle(made, begun)
-            made.set_result(matcher)
+            made.set_result(made.compiled)
         finally:
             del made  # or the error's traceback would hold it
 
-    def _measured(self, constraint: Constraint) -> tuple[LLMatcher, int]:
-        """The compiled grammar, and the estimate of its memory in bytes."""
+    def _measured(self, constraint: Constraint) -> CompiledGrammar:
+        """The compiled grammar, with the estimate of its memory in bytes."""
         before = _resident_bytes()
         matcher = self._compiler.compile(constraint)
         # Memory that other threads take meanwhile counts, too: so the estimate has bounds.
-        return matcher, min(max(_resident_bytes() - before, LEAST_BYTES), _MOST_BYTES)
+        num_bytes = min(max(_resident_bytes() - before, LEAST_BYTES), MOST_BYTES // 2)
+        return CompiledGrammar(matcher, num_bytes, self._drop_spent, self._freed.put)
 
     def _settle(self, made: _Compilation, begun: float) -> None:
         self.on_compiled(time.monotonic() - begun)
@@ -215,10 +323,44 @@ class Grammars:
         """Keep a compiled grammar, and drop the oldest beyond the bounds. Under the lock."""
         self._kept[compiled.constraint] = compiled
         self._kept.move_to_end(compiled.constraint)
-        total = sum(one.num_bytes for one in self._kept.values())
-        while len(self._kept) > 1 and (len(self._kept) > _MOST_KEPT or total > _MOST_KEPT_BYTES):
-            _, oldest = self._kept.popitem(last=False)
-            total -= oldest.num_bytes
+        sizes = [one.num_bytes for one in self._kept.values()]
+        total = sum(sizes)
+        for size in sizes[:-1]:
+            if len(self._kept) <= _MOST_KEPT and total <= _MOST_KEPT_BYTES:
+                break
+            self._kept.popitem(last=False)
+            total -= size
+
+    def _drop_spent(self, spent: CompiledGrammar) -> None:
+        with self._lock:
+            for constraint, kept in self._kept.items():
+                if kept.compiled is spent:
+                    del self._kept[constraint]
+                    return
+
+
+def _trim_when_freed(freed: queue.SimpleQueue[None]) -> None:
+    """Give the system back what large grammars had; threads' heaps keep it otherwise."""
+    while True:
+        freed.get()
+        time.sleep(_TRIM_SECONDS)  # others follow, and the finalizer comes before the memory
+        with contextlib.suppress(queue.Empty):
+            while True:
+                freed.get_nowait()
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Let the C library give free memory back to the system, if it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def raise_problem(matcher: LLMatcher) -> None:
+    """Raise `GrammarError` if a matcher cannot go on."""
+    if matcher.is_error():
+        raise GrammarError(words_of(matcher.get_error()))
 
 
 @contextlib.contextmanager
@@ -231,8 +373,29 @@ def stack_of(num_bytes: int) -> Iterator[None]:
         threading.stack_size(before)
 
 
-def one_line(error: str) -> str:
+_WORDS: Final = (
+    ("initial lexer configuration", "takes too much work to compile: its terminals are too large"),
+    ("fuel exhausted", "takes too much work to compile: its terminals are too large"),
+    ("lexer precomputation", "takes too much work to compile: its terminals are too large"),
+    ("lexer error", "allows so much at once that it takes too much work, or memory, to follow"),
+    ("Too many items", "allows so much at once that it takes too much work to follow"),
+    ("Current row has", "allows too many alternatives at once"),
+    ("NoExtension", "allows no output: nothing can match it"),
+    ("coerce_one_of", "oneOf is supported for schemas that exclude each other alone: use anyOf"),
+)
+"""Parts of llguidance's messages, in which nobody finds what to do, and what is said instead."""
+
+
+def words_of(error: str) -> str:
     """The message for an error of llguidance, on one line."""
+    for part, words in _WORDS:
+        if part in error:
+            return words
+    return one_line(error.replace("<non-verbose/>", ""))
+
+
+def one_line(error: str) -> str:
+    """A message on one line, cut where it is too long."""
     return " ".join(error.split())[:500]
 
 
@@ -245,43 +408,52 @@ def source_of(constraint: Constraint) -> str:
     if constraint.json_schema is not None:
         return _of_schema(constraint.json_schema)
     if constraint.regex is not None:
-        return LLMatcher.grammar_from_regex(constraint.regex)
+        return LLMatcher.grammar_from_regex(ascii_classes(constraint.regex))
     if constraint.grammar is not None:
-        _check_schemas_within(constraint.grammar)
+        if _IS_LARK.search(constraint.grammar):
+            return LLMatcher.grammar_from_lark(_lark(constraint.grammar))
         try:
             return grammar_from("grammar", constraint.grammar)
         except ValueError as error:
             raise GrammarError(one_line(str(error))) from error
-    texts = (json.dumps(text, ensure_ascii=False) for text in constraint.choice)
-    return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+    texts = [json.dumps(text, ensure_ascii=False) for text in constraint.choice if text]
+    # One terminal, whatever the number of texts; it cannot be empty, which a rule can.
+    start = " | ".join(
+        [*(["CHOICE"] if texts else []), *(['""'] if "" in constraint.choice else [])]
+    )
+    terminal = f"\nCHOICE: {' | '.join(texts)}" if texts else ""
+    return LLMatcher.grammar_from_lark(f"start: {start}{terminal}")
 
 
-def _check_schemas_within(grammar: str) -> None:
-    """Raise `GrammarError` if a schema in a grammar sets options, which `_of_schema` forbids.
+def _lark(grammar: str) -> str:
+    """A grammar in Lark's form as it is compiled: schemas and regular expressions as elsewhere.
 
-    A schema that Python cannot read may still be JSON to llguidance, so it is refused. Schemas are
-    read only if the grammar could name the option, each part once or twice.
+    Raises:
+        GrammarError: a schema in it is no JSON.
     """
-    if "guidance" not in grammar and "\\u" not in grammar:
-        return  # no schema can name the option
-    decoder = json.JSONDecoder()
-    for found in re.finditer(r"%json\s*", grammar):
-        try:
-            schema, _ = decoder.raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            schema = {_OPTIONS: None}
-        if isinstance(schema, dict) and _OPTIONS in schema:
-            raise GrammarError(f"{_OPTIONS} is not allowed")
+    decoder, parts, end = json.JSONDecoder(), [], 0
+    while found := _LARK_PART.search(grammar, end):
+        parts.append(grammar[end : found.start()])
+        part, end = found[0], found.end()
+        if part.startswith("%json"):
+            try:
+                _, end = decoder.raw_decode(grammar, found.end())
+                part = f"%json {enforced(grammar[found.end() : end])}"
+            except (ValueError, TypeError, RecursionError) as error:
+                raise GrammarError(f"has %json with no JSON schema: {error}") from error
+        elif part.startswith("/") and not part.startswith("//"):
+            part = ascii_classes(part)
+        parts.append(part)
+    return "".join(parts) + grammar[end:]
 
 
 def _of_schema(schema: str) -> str:
     try:
-        json.loads(schema)
         # A schema cannot ask to have keywords left out in silence.
         return LLMatcher.grammar_from_json_schema(
-            schema, defaults=_JSON_DEFAULTS, overrides={"lenient": False}
+            enforced(schema), defaults=_JSON_DEFAULTS, overrides={"lenient": False}
         )
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise GrammarError(f"is no JSON schema: {error}") from error
 
 
@@ -296,36 +468,5 @@ def model_vocabulary(
     def make() -> LLTokenizer:
         content = (folder / "tokenizer.json").read_text()
         return LLTokenizer(content, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-
-    return make
-
-
-class _Bytes:
-    """A vocabulary of single bytes and special tokens, in the form that llguidance asks for."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-    eos_token_id = _BYTES
-
-    def __init__(self, special: Sequence[str]) -> None:
-        self.tokens = [bytes([byte]) for byte in range(_BYTES)]
-        self.tokens += [token.encode() for token in special]
-        self.special_token_ids = range(_BYTES, len(self.tokens))
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-def special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens that a grammar may name."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    return [token.content for token in added if token.special]
-
-
-def byte_vocabulary(special: Sequence[str]) -> Callable[[], LLTokenizer]:
-    """Return a function that makes a vocabulary of bytes, at once: enough to check a grammar."""
-
-    def make() -> LLTokenizer:
-        return LLTokenizer(_Bytes(special or ["<end>"]), slices=[])  # type: ignore[arg-type]
 
     return make

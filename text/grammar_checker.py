@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, Final
 
 from kvrelay.text.grammar import LEAST_BYTES, Constraint, GrammarError
@@ -23,10 +22,9 @@ _CHECK_SECONDS: Final = 4.0
 
 _REFUSALS: Final = {
     -signal.SIGPROF: "takes too long to compile",
-    -signal.SIGABRT: "takes too much memory to compile",
-    -signal.SIGSEGV: "takes too much memory to compile",
-    -signal.SIGBUS: "takes too much memory to compile",
-    1: "takes too much memory to compile",
+    **dict.fromkeys(
+        (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, 1), "takes too much memory to compile"
+    ),
 }
 """The problem that each exit status of the process tells about the grammar."""
 
@@ -41,11 +39,13 @@ class GrammarChecker:
     It ends with the process that started it. Call all methods but `close` on one thread.
 
     Args:
-        special: the special tokens that a grammar may name.
+        vocabulary: the vocabulary that grammars are checked for, as a tokenizer.json.
     """
 
-    def __init__(self, special: Sequence[str]) -> None:
-        self._special = special
+    def __init__(self, vocabulary: str) -> None:
+        self._vocabulary = vocabulary
+        self._unusable = ""
+        """Why no grammar can be used with this vocabulary; empty: some can."""
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._lock = threading.Lock()
@@ -57,13 +57,15 @@ class GrammarChecker:
         return self._process.pid if self._process is not None else None
 
     def check(self, constraint: Constraint) -> int:
-        """The bytes that the compiled grammar takes at first, if workers can compile it.
+        """The bytes that the compiled grammar takes at first, if workers can use it.
 
         Raises:
-            GrammarError: workers cannot compile it, or the check takes too much.
+            GrammarError: workers cannot use it, or the check takes too much.
             CheckerError: the process cannot be started, was ended by others, or got too little CPU
                 time; or the checker is closed.
         """
+        if self._unusable:
+            raise GrammarError(self._unusable)
         if self._process is not None and self._process.poll() is not None:
             self._end()  # somebody has killed it while it had nothing to do
         if self._process is None:
@@ -128,10 +130,14 @@ class GrammarChecker:
                 start_new_session=True,  # the terminal's Ctrl-C is not for it
             )
         try:
-            self._send(list(self._special))
-            self._receive(time.monotonic() + _START_SECONDS)
+            self._send(self._vocabulary)
+            answer = self._receive(time.monotonic() + _START_SECONDS)
         except (EOFError, TimeoutError) as error:
             raise _has_ended(self._end()) from error
+        if "unusable" in answer:
+            self._end()
+            self._unusable = f"the tokenizer is not fit for structured output: {answer['unusable']}"
+            raise GrammarError(self._unusable)
 
     def _send(self, message: Any) -> None:
         """Write a line; raises `EOFError` if the process is gone."""

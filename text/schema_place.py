@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
-_MOST_TRIALS: Final = 200
-_OF_NAMES: Final = ("$defs", "definitions", "properties", "patternProperties")
-"""The keywords whose values map names to schemas.
+from kvrelay.text.json_schema import steps_in
 
-Definitions come first: an error in one is found there, and not where they are referred to.
-"""
-_OF_LISTS: Final = ("prefixItems", "anyOf", "oneOf", "allOf")
-_SINGLE: Final = ("items", "additionalProperties", "not", "if", "then", "else")
+_MOST_TRIALS: Final = 200
 _DEFINITIONS: Final = ("$schema", "$defs", "definitions")
 
 
@@ -30,12 +25,12 @@ def find_place(schema: str, fails: Callable[[str], bool]) -> str:
         return ""
     place, trials = "", 0
     while isinstance(current, dict):
-        for step, inner in _schemas_in(current):
+        for steps, inner in steps_in(current):
             trials += 1
             if trials > _MOST_TRIALS:
                 return place
             if _fails(_with_definitions(inner, root), fails):
-                place, current = place + step, inner
+                place, current = f"{place}/{'/'.join(map(_escaped, steps))}", inner
                 break
         else:
             return place
@@ -56,21 +51,6 @@ def _with_definitions(schema: Any, root: Any) -> Any:
     shared = {name: root[name] for name in _DEFINITIONS if name in root}
     refers = "$ref" in json.dumps(schema)
     return {**shared, **schema} if refers else schema
-
-
-def _schemas_in(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas directly inside one, each with the step that leads to it."""
-    for name in _OF_NAMES:
-        members = schema.get(name)
-        if isinstance(members, dict):
-            yield from ((f"/{name}/{_escaped(key)}", one) for key, one in members.items())
-    for name in _OF_LISTS:
-        members = schema.get(name)
-        if isinstance(members, list):
-            yield from ((f"/{name}/{number}", one) for number, one in enumerate(members))
-    for name in _SINGLE:
-        if name in schema:
-            yield f"/{name}", schema[name]
 
 
 def _escaped(key: str) -> str:

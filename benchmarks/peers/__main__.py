@@ -10,8 +10,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import click
+import torch
 
 from benchmarks.peers.goodput import (
     ATTAINED_SHARE,
@@ -26,6 +28,7 @@ from benchmarks.peers.page import write_page
 from benchmarks.peers.store import Figures, Key, Kind, Store
 from benchmarks.peers.systems import SYSTEMS, Servers, Setup, StartError
 from benchmarks.with_cluster import interrupt_on_signals
+from kvrelay.cpu_kernels.processor import describe_processor
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.load_generator.load_report import Slo
 from kvrelay.deploy.load_generator.measurement import ServerError
@@ -35,6 +38,9 @@ from kvrelay.deploy.load_generator.workload import Poisson
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.option_types import comma_list
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+
+_LOGS: Final = Path("build/bench-peers")
+"""The folder of the systems' logs."""
 
 PARTS = ("throughput", "goodput", "interference", "page")
 """The last one measures nothing and writes the page anew."""
@@ -298,10 +304,10 @@ def _line(key: Key, figures: Figures) -> str:
 @click.option(
     "--runs",
     type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("build/bench-peers/runs.jsonl"),
-    help="What was measured; --fresh begins anew.",
+    default=Path("docs/bench-peers.jsonl"),
+    help="What was measured, of all processors.",
 )
-@click.option("--fresh", is_flag=True, help="Forget what --runs has.")
+@click.option("--fresh", is_flag=True, help="Forget what --runs has of this processor.")
 @click.option(
     "--page",
     type=click.Path(file_okay=False, path_type=Path),
@@ -343,15 +349,16 @@ def main(
     device: str,
 ) -> None:
     """Measure kvrelay and other engines in turn, and write the ratios to docs/bench-peers.md."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" else ""
+    store = Store(runs, gpu or describe_processor())
     if fresh:
-        runs.unlink(missing_ok=True)
+        store.clear()
     try:
         named = [NamedLoad.parse(load, trace) for load in loads]
         for name in lengths:
             parse_lengths(name, trace)
         path = resolve_model(DEFAULT_MODEL, "bfloat16", users_models(), click.echo).path
-        setup = Setup(path, vllm.absolute(), runs.parent, device, sglang.absolute())
-        store = Store(runs)
+        setup = Setup(path, vllm.absolute(), _LOGS, device, sglang.absolute())
         with Servers(setup) as servers:
             for part in parts:
                 chosen = systems or (CPU_SYSTEMS if part == "throughput" else GOODPUT_SYSTEMS)

@@ -25,20 +25,29 @@ _FIGURES = (
     ("ITL p50, ms", "itl_p50_ms"),
     ("ITL p99, ms", "itl_p99_ms"),
 )
+_FIGURES_OF = "\n## Figures: "
+"""What a processor's section begins with, before its name."""
 _PERCENTILES = ("p50", "p99")
 _INTERFERENCE = (("alone", "calm"), ("while prompts arrive", "prompts"))
 _ARRIVED = (("these prompts", "prompts", 0), ("their TTFT p50", "prompts_ttft_p50_ms", None))
 
 
 def write_page(store: Store, folder: Path) -> None:
-    """Write ``bench-peers.md``, keeping its text above the figures, and ``bench-peers.svg``.
+    """Write this processor's section of ``bench-peers.md``, and ``bench-peers.svg`` of it.
 
-    Raises ``PlotError`` if the picture cannot be drawn.
+    The text above the figures and the sections of other processors are kept. The folder is made.
+
+    Raises:
+        PlotError: the picture cannot be drawn.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     page = folder / "bench-peers.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else f"{TITLE}\n\n## Figures\n"
-    kept = text.partition("\n## Figures\n")[0]
-    page.write_text("\n".join((kept, "## Figures", "", *figures_of(store))), encoding="utf-8")
+    text = page.read_text(encoding="utf-8") if page.exists() else f"{TITLE}\n"
+    above, *sections = text.split(_FIGURES_OF)
+    of_others = [one for one in sections if one.partition("\n")[0] != store.processor]
+    own = "\n".join((store.processor, "", *figures_of(store)))
+    sections = [one.rstrip("\n") + "\n" for one in (above, *of_others, own)]
+    page.write_text(_FIGURES_OF.join(sections), encoding="utf-8")
     _draw(store, folder / "bench-peers.svg")
 
 

@@ -35,16 +35,28 @@ class Key:
 
 
 class Store:
-    """A file of measurements. Each is written at once, and found again by its key."""
+    """A file of measurements. Each is written at once, and found again by its key.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file, which has the measurements of all processors.
+        processor: the one whose measurements are seen and added.
+    """
+
+    def __init__(self, path: Path, processor: str) -> None:
         self._path = path
+        self.processor = processor
         self._figures: dict[Key, Figures] = {}
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                entry = json.loads(line)
+        for entry in map(json.loads, self._lines()):
+            if entry["processor"] == processor:
                 key = Key(**{**entry["key"], "kind": Kind(entry["key"]["kind"])})
                 self._figures[key] = entry["figures"]
+
+    def clear(self) -> None:
+        """Forget this processor's measurements, in the file as well."""
+        self._figures.clear()
+        others = [one for one in self._lines() if json.loads(one)["processor"] != self.processor]
+        if self._path.exists():
+            self._path.write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
 
     def find(self, key: Key) -> Figures | None:
         """The figures that were measured for the key, if they were."""
@@ -55,7 +67,11 @@ class Store:
         self._figures[key] = figures
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": asdict(key), "figures": figures}) + "\n")
+            entry = {"processor": self.processor, "key": asdict(key), "figures": figures}
+            file.write(json.dumps(entry) + "\n")
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
 
     def of(self, kind: Kind) -> Iterator[tuple[Key, Figures]]:
         """All measurements of a kind, in the order in which they were made."""

@@ -18,12 +18,14 @@ from tokenizers import Tokenizer, models
 from benchmarks.router_scale.load import Counts, Figure, Load
 from benchmarks.router_scale.scripted import VOCAB, Caller, ScriptedLink, ScriptedWorker, Stage
 from benchmarks.virtual_time import VirtualLoop
+from kvrelay.router.access.auth import set_caller
 from kvrelay.router.admission.admission import Admission
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.admission.session_adoption import SessionAdoption
 from kvrelay.router.admission.structured_outputs import StructuredOutputs
 from kvrelay.router.admission.tokenizer_threads import TextThreads
+from kvrelay.router.callers import ANYBODY
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.doors.grpc_service import InferenceService
@@ -125,6 +127,7 @@ class Bench:
                 raise ended
 
     async def _send(self, services: Sequence[InferenceService]) -> None:
+        set_caller(ANYBODY)
         rng, loop = random.Random(0), asyncio.get_running_loop()
         due, number = loop.time(), 0
         while self.load.requests_per_second:

@@ -23,9 +23,9 @@ from kvrelay.deploy.logs import set_up_log
 from kvrelay.deploy.nodes.on_node import address_here
 from kvrelay.deploy.nodes.worker_process import ProcessIdentity
 from kvrelay.net.addresses import host_port
+from kvrelay.net.door_rules import METRICS
 from kvrelay.observe.metrics_server import MetricsServer
 from kvrelay.options.observing import LogFormat
-from kvrelay.router.access.auth import Guard
 from kvrelay.router.access.current_tokens import CurrentTokens
 from kvrelay.router.errors import StartError
 
@@ -212,19 +212,18 @@ async def _serve(
     undo: contextlib.AsyncExitStack, spec: ControllerSpec, cluster: Cluster
 ) -> tuple[str, str]:
     """Listen for operators, routers and Prometheus; return the two addresses. Raises StartError."""
-    guards = []
+    tokens = None
     if spec.auth_token_file is not None:
         tokens = _tokens(spec.auth_token_file)
         following = asyncio.create_task(tokens.follow())
         undo.callback(following.cancel)
-        guards.append(Guard(tokens))
     host = address_here(spec.advertised)
     services = OperatorServices(cluster, cluster.discovery, spec.cluster_name)
-    address = await services.serve(undo, host_port(host, spec.port), spec.tls, guards)
+    address = await services.serve(undo, host_port(host, spec.port), spec.tls, tokens)
     where = spec.metrics_host or host
     try:
         registry = cluster.metrics.registry
-        server = MetricsServer(registry, where, spec.metrics_port, services.pages)
+        server = MetricsServer(registry, where, spec.metrics_port, METRICS, services.pages)
     except OSError as error:
         raise StartError(f"--metrics: {host_port(where, spec.metrics_port)}: {error}") from error
     undo.push_async_callback(asyncio.to_thread, server.close)

@@ -13,14 +13,16 @@ from typing import Final
 
 import click
 
-from docs.tools import grpc_api, metrics
+from docs.tools import doors, grpc_api, metrics
 from docs.tools.dashboards import grafana
 from docs.tools.dashboards.pages import DASHBOARDS
 from kvrelay.deploy.commands import option_table
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
+    "attack-bounds": ("docs/security.md", doors.attack_bounds),
     "controller-metrics": ("docs/metrics.md", metrics.controller_metrics),
+    "door-rules": ("docs/security.md", doors.door_rules),
     "grpc-api": ("docs/grpc-api.md", grpc_api.markdown),
     "options": ("docs/configuration.md", option_table.markdown),
     "router-metrics": ("docs/metrics.md", metrics.router_metrics),

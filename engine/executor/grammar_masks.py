@@ -6,6 +6,7 @@ over when it goes on elsewhere: on its decode worker, after a retraction or afte
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, TypeAlias
@@ -21,12 +22,12 @@ from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.model_runner.sampling.sampler import TokenMasks
-from kvrelay.text.grammar import GrammarError
+from kvrelay.text.grammar import CompiledGrammar, GrammarError, words_of
 from kvrelay.wire.submit import StructuredOutput
 
 Allowed: TypeAlias = TokenMasks | GrammarError
 """Masks of an item's next token and of the one after each draft, or why there are none."""
-Prepare = Callable[[StructuredOutput], Future[LLMatcher]]
+Prepare = Callable[[StructuredOutput], Future[CompiledGrammar]]
 """A function that compiles a grammar in the background."""
 Wanted: TypeAlias = tuple[int, TokenState, Sequence[int]]
 """An item's index in its step, and what its masks depend on: its tokens and its drafts."""
@@ -105,38 +106,77 @@ class GrammarMasks:
 
     def _progress(self, state: TokenState) -> GrammarProgress:
         """Advance the output's grammar to its latest token; raises `GrammarError`."""
-        if state.grammar is None:
-            wanted = state.params.sampling.structured_output
-            assert wanted is not None
-            state.grammar = GrammarProgress(self._prepare(wanted).result())
-        state.grammar.follow(state.known_output_ids)
-        return state.grammar
+        grammar = state.grammar
+        if grammar is None or grammar.is_spent:
+            grammar = state.grammar = self._renewed(state, grammar)
+        grammar.follow(state.known_output_ids)
+        return grammar
+
+    def _renewed(self, state: TokenState, before: GrammarProgress | None) -> GrammarProgress:
+        """The grammar at its beginning; the one before, as long as that can go on meanwhile."""
+        wanted = state.params.sampling.structured_output
+        assert wanted is not None
+        while True:
+            future = self._prepare(wanted)
+            if before is not None and not before.error and not future.done():
+                before.successor = future
+                return before
+            compiled = future.result()
+            matcher = compiled.new_matcher()
+            if matcher is not None:
+                return GrammarProgress(compiled, matcher, is_alone=False)
 
     def _compute(self, wanted: Sequence[Wanted]) -> Mapping[int, Allowed]:
         """Compute the masks of all items; a grammar's error affects its own item alone."""
         allowed: dict[int, Allowed] = {}
+        self._compute_once(wanted, allowed)
+        for item in wanted:
+            index, state, _ = item
+            if state.grammar is None or not state.grammar.error:
+                continue
+            state.grammar.compiled.spend()
+            if state.grammar.may_go_on_anew:
+                self._compute_alone(item, allowed)
+            if problem := state.grammar.error:
+                allowed[index] = GrammarError(words_of(problem))
+        return allowed
+
+    def _compute_alone(self, item: Wanted, allowed: dict[int, Allowed]) -> None:
+        """Compute the masks of an item with a lexer of its own."""
+        _, state, _ = item
+        wanted = state.params.sampling.structured_output
+        assert wanted is not None
+        compiled = self._prepare(wanted).result()
+        if (matcher := compiled.new_matcher()) is not None:
+            state.grammar = GrammarProgress(compiled, matcher, is_alone=True)
+        compiled.spend()  # nobody else gets it
+        self._compute_once([item], allowed)
+
+    def _compute_once(self, wanted: Sequence[Wanted], allowed: dict[int, Allowed]) -> None:
         rows = allocate_token_bitmask(sum(len(ids) + 1 for _, _, ids in wanted), self._vocab_size)
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        used: list[CompiledGrammar] = []
         begin = 0
         for index, state, draft_ids in wanted:
             end = begin + len(draft_ids) + 1
             try:
-                matcher = self._progress(state).matcher
+                grammar = self._progress(state)
             except GrammarError as error:
                 allowed[index] = error
                 continue
+            used.append(grammar.compiled)
             if draft_ids:
-                drafted.append((matcher, begin, list(draft_ids)))
+                drafted.append((grammar.matcher, begin, list(draft_ids)))
             else:
-                plain.append((matcher, begin))
+                plain.append((grammar.matcher, begin))
             allowed[index] = rows[begin:end]
             begin = end
+        begun = time.monotonic()
         self._fill(plain, drafted, rows)
-        for index, state, _ in wanted:
-            if state.grammar is not None and (problem := state.grammar.error):
-                allowed[index] = GrammarError(" ".join(problem.split())[:500])
-        return allowed
+        seconds = (time.monotonic() - begun) / max(len(used), 1)
+        for compiled in used:
+            compiled.charge(seconds)
 
     def _fill(
         self,

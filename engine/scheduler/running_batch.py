@@ -241,9 +241,12 @@ def choose_victim(running: Iterable[RequestT]) -> RequestT:
 
     The request with the fewest output tokens loses the least: prompt and output are computed anew,
     on another worker or here. Of several, the one with the longest prompt frees the
-    most.
+    most. The request whose turn is first is kept, if there is another. So each ends in bounded
+    time, however often it has begun anew.
     """
-    return min(running, key=lambda one: (len(one.output_ids), -len(one.prompt_ids)))
+    in_turn = sorted(running, key=lambda one: one.turn)
+    others = in_turn[1:] or in_turn
+    return min(others, key=lambda one: (len(one.output_ids), -len(one.prompt_ids)))
 
 
 def _lengths_after_step(due: Sequence[GeneratingRequest]) -> tuple[Batch, Ints, list[int]]:

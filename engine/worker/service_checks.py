@@ -12,11 +12,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvrelay.engine.scheduler.commands import Mailbox, Misdirected
+from kvrelay.net.door_rules import WORKER
 from kvrelay.wire.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-_FIRST_SECONDS: Final = 20.0
+_FIRST_SECONDS: Final = WORKER.methods["/kvrelay.v1.WorkerService/Attach"].receive_seconds
 
 
 class _OneOf(Protocol):

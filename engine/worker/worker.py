@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import FaultPlan
@@ -31,6 +31,8 @@ from kvrelay.engine.worker.worker_lease import WorkerLease, lease_clock
 from kvrelay.engine.worker.worker_service import WorkerService
 from kvrelay.net.addresses import host_port
 from kvrelay.net.channels import bind, worker_server
+from kvrelay.net.door_rules import METRICS
+from kvrelay.net.health_service import HealthService
 from kvrelay.observe.metrics_server import MetricsServer
 from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
 from kvrelay.text.tokenizer import load_tokenizer
@@ -117,7 +119,9 @@ class Worker:
         self._spans = _exporter(config, incarnation, self._parts.metrics)
         port = await self._listen(incarnation, model)
         registry = self._parts.metrics.registry
-        self._metrics_server = MetricsServer(registry, config.metrics_host, config.metrics_port)
+        self._metrics_server = MetricsServer(
+            registry, config.metrics_host, config.metrics_port, METRICS
+        )
         self._parts.engine.start()
         self._quarantine = QuarantineLimit(
             self._parts.metrics, config.quarantine_limit, self.heartbeat
@@ -263,12 +267,12 @@ class Worker:
         )
         self._server = worker_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
-        healthy = health.aio.HealthServicer()
+        healthy = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(healthy, self._server)
         self._parts.plugin.register(self._server)
         port = bind(self._server, host_port(config.host, config.grpc_port), config.tls)
         await self._server.start()
-        await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        healthy.set(serving=True)
         return port
 
     def _describe(self, incarnation: str, port: int, model: LoadedModel) -> WorkerInfo:

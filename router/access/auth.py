@@ -1,4 +1,4 @@
-"""Bearer tokens, and the services of the router that each token may call."""
+"""Bearer tokens, and the methods of the router that each token may call."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health
 
+from kvrelay.net.channels import connection_of
+from kvrelay.net.door_rules import ListenerRule, MethodAccess, MethodRule
 from kvrelay.router.access.token_file import Tokens
-from kvrelay.router.callers import ANYBODY, Caller, Right
-from kvrelay.v1 import admin_pb2, controller_pb2, inference_pb2
+from kvrelay.router.callers import ANYBODY, STRANGER, Caller, Right
 
 HEADER: Final = "authorization"
 _SCHEME: Final = "bearer "
-_OPEN: Final = f"/{health.SERVICE_NAME}/"
-_ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-_CONTROLLER: Final = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
-_INFERENCE: Final = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-_FOR_EVERY_TOKEN: Final = {
-    f"/{_INFERENCE}/{method}" for method in ("GetModelInfo", "GetServerInfo", "GetLoads")
-}
-_caller: Final[ContextVar[Caller]] = ContextVar("caller", default=ANYBODY)
+_RIGHTS: Final = {MethodAccess.GENERATE: Right.GENERATE, MethodAccess.ADMIN: Right.ADMIN}
+"""The right that a caller must have, by the access of a method; others need none."""
+_caller: Final[ContextVar[Caller]] = ContextVar("caller")
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
@@ -31,8 +26,24 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def current_caller() -> Caller:
-    """The client whose call is being handled: for handlers, in the call's own task."""
+    """The client whose call is being handled: for handlers, in the call's own task.
+
+    Raises:
+        LookupError: no call is being handled, so nobody is the caller.
+    """
     return _caller.get()
+
+
+def set_caller(caller: Caller) -> None:
+    """Note whose call is handled in this task, and in tasks that it starts."""
+    _caller.set(caller)
+
+
+def name_caller(context: grpc.aio.ServicerContext) -> str:
+    """Note the connection of the present call; return the name in whose turn it is served."""
+    caller = _caller.get().at(connection_of(context))
+    _caller.set(caller)
+    return caller.turn
 
 
 class Refusal(Exception):  # noqa: N818
@@ -71,27 +82,30 @@ def identify(tokens: Tokens, sent: Sequence[str | bytes]) -> Caller:
     return caller
 
 
-def check_right(caller: Caller, right: Right) -> None:
-    """Raise `Forbidden` if the caller lacks the right."""
-    if not caller.may(right):
+def check_access(caller: Caller, rule: MethodRule) -> None:
+    """Raise `Forbidden` if the caller lacks the right to a method."""
+    right = _RIGHTS.get(rule.access)
+    if right is not None and not caller.may(right):
         raise Forbidden(
             f"the token {caller.name} lacks the right {right} (rights in --auth-token-file)"
         )
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untyped
-    """An interceptor that refuses calls without a token or a right, before it reads the message.
+    """An interceptor that finds out who calls, before it reads the message.
 
     A call without a token is UNAUTHENTICATED, one without the right PERMISSION_DENIED. Health
     checks need no token: Kubernetes, for example, seldom has one, and the answer only says whether
-    the server serves. All other services need one, reflection too.
+    the server serves. All other methods need one, reflection too.
 
     Args:
-        tokens: returns the tokens that are valid now.
+        tokens: returns the tokens that are valid now; None: no call needs one.
+        rule: the rules of the listener's methods.
     """
 
-    def __init__(self, tokens: Callable[[], Tokens]) -> None:
+    def __init__(self, tokens: Callable[[], Tokens] | None, rule: ListenerRule) -> None:
         self._tokens = tokens
+        self._rules = rule.methods
 
     async def intercept_service(
         self,
@@ -99,27 +113,26 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is untype
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """Pass the call on, with its `current_caller`, or return a handler that refuses it."""
-        method = handler_call_details.method
-        if not method.startswith(_OPEN):
-            try:
-                caller = self.identify(handler_call_details.invocation_metadata)
-                _check_method(caller, method)
-            except Refusal as refusal:
-                return _refuse_with(refusal)
-            _caller.set(caller)  # in the task in which grpc.aio calls the handler, too
+        rule = self._rules.get(handler_call_details.method)
+        try:
+            caller = self._caller(rule, handler_call_details.invocation_metadata)
+        except Refusal as refusal:
+            return _refuse_with(refusal)
+        set_caller(caller)  # in the task in which grpc.aio calls the handler, too
         return await continuation(handler_call_details)
 
-    def identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
-        """Find the caller whose token a call brings; raises `Unauthenticated` if there is none."""
-        return identify(self._tokens(), [value for name, value in metadata if name == HEADER])
-
-
-def _check_method(caller: Caller, method: str) -> None:
-    """Raise `Forbidden` if the caller may not call the method; reflection takes any token."""
-    if method.startswith((f"/{_ADMIN}/", f"/{_CONTROLLER}/")):
-        check_right(caller, Right.ADMIN)
-    elif method.startswith(f"/{_INFERENCE}/") and method not in _FOR_EVERY_TOKEN:
-        check_right(caller, Right.GENERATE)
+    def _caller(
+        self, rule: MethodRule | None, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> Caller:
+        """Find the caller of a method, known or not; raises `Refusal`."""
+        if self._tokens is None:
+            return ANYBODY
+        if rule is not None and rule.access is MethodAccess.ANYBODY:
+            return STRANGER
+        caller = identify(self._tokens(), [value for name, value in metadata if name == HEADER])
+        if rule is not None:
+            check_access(caller, rule)
+        return caller
 
 
 _CODES: Final[dict[type[Refusal], grpc.StatusCode]] = {

@@ -91,6 +91,7 @@ class Admission:
         self._live = live
         self._texts = texts.threads
         self._metrics = metrics
+        self._retry_after_ms = config.retry_after_ms
         self._validator = Validator(
             model_name=config.model_name,
             encode=texts.encode,
@@ -183,7 +184,7 @@ class Admission:
         self._validator.check(message, limits, caller, ask.prompt, ask.output)
         running = self._live.get(caller, message.request_id)
         if running is not None:
-            running.check_same(await self._texts.run(ask.num_bytes, fingerprint, message))
+            running.check_join(await self._fingerprint(ask, caller), self._retry_after_ms)
             if running.outcome is None:  # it may have been aborted meanwhile
                 self._check_session(ask, caller, running)
                 return running
@@ -222,7 +223,7 @@ class Admission:
         if ask.is_whole:
             alone = ask.message.sampling_params.n <= 1 and not ask.message.cache_salt
             return self._sessions.begin_if_free(caller, ask.message.session_id) if alone else None
-        mark = await self._texts.run(ask.num_bytes, fingerprint, ask.message)
+        mark = await self._fingerprint(ask, caller)
         return await self._sessions.begin_turn(caller, ask.message, mark)
 
     def _check_session(self, ask: IncomingRequest, caller: Caller, live: LiveRequest) -> None:
@@ -266,7 +267,10 @@ class Admission:
         )
         if self._is_short(ask):  # a thread costs more
             return validate()
-        return await self._texts.run(ask.num_bytes, validate)
+        return await self._texts.run(caller.turn, ask.num_bytes, validate)
+
+    async def _fingerprint(self, ask: IncomingRequest, caller: Caller) -> bytes:
+        return await self._texts.run(caller.turn, ask.num_bytes, fingerprint, ask.message)
 
     def _is_short(self, ask: IncomingRequest) -> bool:
         """Whether validation is short enough for the event loop; a token takes a byte or more."""

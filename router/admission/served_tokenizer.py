@@ -50,9 +50,9 @@ class Texts:
         return encode(self.tokenizer, text, most_tokens, add_special_tokens=False)
 
     async def tokenize(
-        self, field: str, text: str, num_bytes: int, *, add_special_tokens: bool
+        self, caller: str, field: str, text: str, num_bytes: int, *, add_special_tokens: bool
     ) -> Sequence[int]:
-        """Tokenize a text in a thread.
+        """Tokenize a text in a thread, in the caller's turn.
 
         Raises:
             InvalidField: there are more than `MAX_TEXT_TOKENS`; the error names the field.
@@ -60,6 +60,7 @@ class Texts:
         """
         try:
             return await self.threads.run(
+                caller,
                 num_bytes,
                 encode,
                 self.tokenizer,
@@ -71,9 +72,14 @@ class Texts:
             raise InvalidField(field, f"has {error}; the router takes {MAX_TEXT_TOKENS}") from error
 
     async def detokenize(
-        self, input_ids: Sequence[int], num_bytes: int, *, skip_special_tokens: bool
+        self, caller: str, input_ids: Sequence[int], num_bytes: int, *, skip_special_tokens: bool
     ) -> str:
-        """Make the text of tokens that are in the vocabulary, in a thread."""
+        """Make the text of tokens that are in the vocabulary, in a thread, in the caller's turn."""
         return await self.threads.run(
-            num_bytes, decode, self.tokenizer, input_ids, skip_special_tokens=skip_special_tokens
+            caller,
+            num_bytes,
+            decode,
+            self.tokenizer,
+            input_ids,
+            skip_special_tokens=skip_special_tokens,
         )

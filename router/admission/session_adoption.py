@@ -15,6 +15,7 @@ from kvrelay.router.errors import InvalidField, Unavailable, UnknownHistory
 from kvrelay.router.metrics import ADOPTIONS, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.sessions import Session, Sessions
+from kvrelay.router.turns import FairTurns
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.history_digest import digest_tokens, is_history
 from kvrelay.wire.worker_info import WorkerRole
@@ -22,7 +23,10 @@ from kvrelay.wire.worker_info import WorkerRole
 _SECONDS: Final = 5.0
 """The longest wait for a worker's answer: its engine answers between two passes of its loop."""
 _AT_ONCE: Final = 4
-"""The most histories that workers are asked for at a time: others wait."""
+"""The most histories that workers are asked for at a time: others wait, callers in turn."""
+_RETRY_MS: Final = 1000
+_MOST_WAITING: Final = 256
+"""The most that wait; the caller with the most makes room for others."""
 
 
 class SessionAdoption:
@@ -42,7 +46,7 @@ class SessionAdoption:
         self._sessions = sessions
         self._fleet = fleet
         self._metrics = metrics
-        self._asking = asyncio.Semaphore(_AT_ONCE)
+        self._turns = FairTurns(_AT_ONCE, _AT_ONCE + _MOST_WAITING)
 
     async def open(self, caller: Caller, message: pb.OpenSessionRequest) -> Session:
         """Open a session, as `Sessions.open` does.
@@ -65,7 +69,7 @@ class SessionAdoption:
         try:
             history = self._sessions.find_history(caller, digest)
             if history is None:
-                async with self._asking:
+                async with self._turns.turn(caller.turn, 1, _too_many):
                     history = await self._ask_workers(caller, digest)
         except UnknownHistory:
             self._metrics.count(ADOPTIONS, outcome="unknown")
@@ -99,6 +103,10 @@ class SessionAdoption:
         if silent:
             raise Unavailable(f"{silent} workers that may have the history do not answer")
         raise UnknownHistory(digest)
+
+
+def _too_many() -> Unavailable:
+    return Unavailable(f"{_MOST_WAITING} histories are looked for already", _RETRY_MS)
 
 
 def _tokens_of(message: pb.OpenSessionRequest) -> int:

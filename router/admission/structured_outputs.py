@@ -19,17 +19,17 @@ from kvrelay.router.metrics import (
 )
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.requests.live_limits import FIELD
-from kvrelay.text.grammar import GrammarError, special_tokens
+from kvrelay.text.grammar import GrammarError
 from kvrelay.text.grammar_checker import GrammarChecker
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.messages import STRUCTURED_OUTPUT
 
 
 class StructuredOutputs:
-    """A check of grammars in a process of their own, over bytes instead of the model's tokens.
+    """A check of grammars in a process of their own.
 
     Args:
-        tokenizer: has the special tokens that a grammar may name.
+        tokenizer: the vocabulary that workers compute masks for.
         fleet: the workers, which know what ends an output.
         metrics: the router's.
         retry_after_ms: the time after which a client that was refused for a full queue should try
@@ -46,7 +46,7 @@ class StructuredOutputs:
         self._fleet = fleet
         self._metrics = metrics
         self._checks = GrammarChecks(
-            GrammarChecker(special_tokens(tokenizer)),
+            GrammarChecker(tokenizer.to_str()),
             retry_after_ms,
             functools.partial(metrics.observe, GRAMMAR_SECONDS),
             functools.partial(metrics.count, GRAMMAR_HITS),
@@ -67,7 +67,7 @@ class StructuredOutputs:
         try:
             if not self._fleet.known[0].eos_token_ids:
                 raise GrammarError("the model has no end-of-sequence token to end an output with")
-            return Grammar(key, await self._checks.check(wanted, key, caller.name))
+            return Grammar(key, await self._checks.check(wanted, key, caller.turn))
         except GrammarError as error:
             self._metrics.count(REFUSED_GRAMMARS, form=form)
             place = f" at {error.place}" if error.place else ""

@@ -98,7 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         num_bytes = message.ByteSize()
         self._reader.check_size("text", num_bytes)
         input_ids = await self._texts.tokenize(
-            "text", message.text, num_bytes, add_special_tokens=add
+            current_caller().turn, "text", message.text, num_bytes, add_special_tokens=add
         )
         return pb.TokenizeResponse(input_ids=input_ids)
 
@@ -111,7 +111,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         skip = not message.HasField("skip_special_tokens") or message.skip_special_tokens
         check_token_ids("input_ids", message.input_ids, self._fleet.limits().vocab_size)
         text = await self._texts.detokenize(
-            list(message.input_ids), len(raw), skip_special_tokens=skip
+            current_caller().turn, list(message.input_ids), len(raw), skip_special_tokens=skip
         )
         return pb.DetokenizeResponse(text=text)
 
@@ -168,7 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, message: pb.GetSessionsRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetSessionsResponse:
         """List the caller's sessions."""
-        return pb.GetSessionsResponse(sessions=self._info.sessions(current_caller()))
+        return pb.GetSessionsResponse(sessions=await self._info.sessions(current_caller()))
 
     def _ask(self, raw: bytes, limits: RequestLimits) -> IncomingRequest:
         message = self._reader.generate_request(raw, limits)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Final
 
 from kvrelay.router.callers import Caller, Right
 from kvrelay.router.metrics import OUTPUT_TOKENS, PROMPT_TOKENS, RESUBMISSIONS, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.requests.live_requests import LiveRequests
-from kvrelay.router.sessions import Sessions
+from kvrelay.router.sessions import Session, Sessions
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.messages import WORKER_STATUS
+
+_PIECE: Final = 64
+"""The most sessions described in a row: a millisecond of the event loop."""
 
 
 class ServerInfo:
@@ -45,24 +51,29 @@ class ServerInfo:
             statuses = [status.for_tenants() for status in statuses]
         return [WORKER_STATUS.to_message(status) for status in statuses]
 
-    def sessions(self, caller: Caller) -> list[pb.SessionState]:
-        """The caller's sessions, the oldest first."""
+    async def sessions(self, caller: Caller) -> list[pb.SessionState]:
+        """The caller's sessions, the oldest first; others are served between two pieces."""
         names = {link.endpoint.incarnation: link.endpoint.name for link in self._fleet.links}
-        return [
-            pb.SessionState(
-                session_id=one.session_id,
-                tokens=len(one.tokens),
-                turns=one.num_turns,
-                running=one.busy,
-                waiting_turns=len(one.waiting),
-                idle_seconds=self._sessions.idle_seconds(one),
-                idle_timeout_seconds=one.idle_timeout_seconds,
-                worker=names.get(one.worker, ""),
-                kept_tokens=one.kept_tokens if one.worker in names else 0,
-                history_digest=one.history_digest,
-            )
-            for one in self._sessions.of(caller)
-        ]
+        told: list[pb.SessionState] = []
+        for number, one in enumerate(self._sessions.of(caller)):
+            if number % _PIECE == _PIECE - 1:
+                await asyncio.sleep(0)
+            told.append(self._session_state(one, names))
+        return told
+
+    def _session_state(self, session: Session, names: Mapping[str, str]) -> pb.SessionState:
+        return pb.SessionState(
+            session_id=session.session_id,
+            tokens=len(session.tokens),
+            turns=session.num_turns,
+            running=session.busy,
+            waiting_turns=len(session.waiting),
+            idle_seconds=self._sessions.idle_seconds(session),
+            idle_timeout_seconds=session.idle_timeout_seconds,
+            worker=names.get(session.worker, ""),
+            kept_tokens=session.kept_tokens if session.worker in names else 0,
+            history_digest=session.history_digest,
+        )
 
     def _requests(self) -> pb.RequestCounts:
         """The counts of all callers' requests; the sums can reveal a single prompt's length."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -136,6 +137,8 @@ class WorkerLink:
         self._sent = SentPrompts()
         self._to_forget: list[str] = []
         """Names of sessions that ended while the worker was not attached."""
+        self._channel: grpc.aio.Channel | None = None
+        """The channel of the present stream."""
         self._watching = False
         self._progress: tuple[RequestProgress, ...] = ()
 
@@ -241,7 +244,8 @@ class WorkerLink:
         Raises `AioRpcError` if it does not answer in time.
         """
         request = worker_pb2.FindHistoryRequest(owner=owner, digest=digest)
-        async with self._open_channel() as channel:
+        own = self._channel  # that of the stream; a new one would cost a handshake
+        async with self._open_channel() if own is None else contextlib.nullcontext(own) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             answer = await stub.FindHistory(request, timeout=seconds)
         return array("I", answer.token_ids)
@@ -307,6 +311,7 @@ class WorkerLink:
         # A channel of its own for each stream: a channel's own pauses between
         # connection attempts would add to ours.
         async with self._open_channel() as channel:
+            self._channel = channel
             call = worker_pb2_grpc.WorkerServiceStub(channel).Attach(_until_none(self._commands))
             try:
                 async for response in call:
@@ -318,6 +323,7 @@ class WorkerLink:
                 _log.exception("stream of %s", self.endpoint.name)
                 detail = f"router: {error}"
             finally:
+                self._channel = None
                 call.cancel()
                 self._commands.put_nowait(None)
                 was_ready = self.ready

@@ -58,10 +58,20 @@ class Failover:
     gets the prompt and the emitted tokens, on workers that are chosen anew. A worker of a failed
     attempt is chosen only if there is no other. Where decode workers compute prompts, too, the next
     attempt's prompt is computed by the other role. A forward that failed as a whole is no failure
-    of its choices: see `FailedForwards`.
+    of its choices: see `FailedForwards`. A request that waits for workers keeps its place in line
+    by its arrival, also when it is submitted again.
+
+    Args:
+        fleet: the workers.
+        config: the router's.
+        metrics: the router's.
+        arrived: the moment of the request's arrival.
     """
 
-    def __init__(self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, fleet: Fleet, config: RouterConfig, metrics: RouterMetrics, arrived: float
+    ) -> None:
+        self._arrived = arrived
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
@@ -194,7 +204,7 @@ class Failover:
                         missing = error
                     if not hope():
                         break
-                    await self._fleet.changes.wait()
+                    await self._fleet.changes.wait(self._arrived)
         return missing
 
     def _check_model(self) -> None:

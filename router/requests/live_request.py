@@ -22,7 +22,13 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from typing import Any
 
-from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, InternalFailure, RequestError
+from kvrelay.router.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InternalFailure,
+    ReadersFull,
+    RequestError,
+)
 from kvrelay.router.generation import GenerationRequest, Submission, in_full_on
 from kvrelay.router.metrics import (
     PLACEMENTS,
@@ -37,7 +43,7 @@ from kvrelay.router.requests.attempt import Attempt, AttemptFailed, RequestFaile
 from kvrelay.router.requests.events import Completion
 from kvrelay.router.requests.failover import Failover, Retry
 from kvrelay.router.requests.output_stream import OutputStream
-from kvrelay.router.requests.readers import Reader, Readers
+from kvrelay.router.requests.readers import MOST_READERS, Reader, Readers
 from kvrelay.router.requests.request_trace import RequestTrace, Resubmission, told_of
 from kvrelay.wire.output import RequestOutput, SampledToken
 from kvrelay.wire.submit import RequestKey
@@ -128,10 +134,17 @@ class LiveRequest:
         outcome = self.outcome
         return outcome.history_digest if isinstance(outcome, Completion) else ""
 
-    def check_same(self, fingerprint: bytes) -> None:
-        """Raise `AlreadyExists` for a request with this one's id and another body."""
+    def check_join(self, fingerprint: bytes, retry_after_ms: int) -> None:
+        """Check that a request with this one's id may join it.
+
+        Raises:
+            AlreadyExists: it has another body.
+            ReadersFull: this one has `MOST_READERS` already.
+        """
         if self.request.fingerprint != fingerprint:
             raise AlreadyExists(self.request.request_id)
+        if len(self._readers) >= MOST_READERS:
+            raise ReadersFull(self.request.request_id, MOST_READERS, retry_after_ms)
 
     def start(self, placement: Placement) -> None:
         """Submit all choices to these workers, as the first attempt."""

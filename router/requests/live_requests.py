@@ -122,6 +122,7 @@ class LiveRequests:
 
         Raises:
             AlreadyExists: a live request of the caller has this id and another body.
+            ReadersFull: it has too many readers already.
             DeadlineTooNear: a new request's first token cannot be expected in time.
             OverLimit: with it more prompt tokens would wait than the caller's token allows.
             Unavailable: no workers are ready for it, and none are expected or too many requests
@@ -132,7 +133,7 @@ class LiveRequests:
         running = self._live.get(request.id)
         if running is None:
             return self._admit(request, stopwatch, deadline, form, trace)
-        running.check_same(request.fingerprint)
+        running.check_join(request.fingerprint, self._config.retry_after_ms)
         return running
 
     def on_killed(self, output: RequestOutput) -> None:
@@ -192,7 +193,7 @@ class LiveRequests:
             request,
             stream,
             Readers(stream, patience),
-            Failover(self._fleet, self._config, self._metrics),
+            Failover(self._fleet, self._config, self._metrics, stopwatch.arrived),
             self._metrics,
             stopwatch,
             self._attempt_numbers,

@@ -20,6 +20,8 @@ It may hand the event over before it awaits room (gRPC does) or after (uvicorn d
 `Reader.pass_on`.
 """
 
+MOST_READERS: Final = 8
+"""The most clients that read one request: each costs as much as the first, a token."""
 _DEADLINE_SLACK_SECONDS: Final = 0.25
 """The time before its deadline within which a client's departure counts as due to the deadline.
 

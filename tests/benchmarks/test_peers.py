@@ -19,6 +19,8 @@ from kvrelay.deploy.load_generator.trace import TraceRow
 from kvrelay.deploy.load_generator.workload import Poisson, shrink
 from tests.known import known
 
+PROCESSOR = "a processor, AVX2"
+
 
 def figures(tokens: float = 100.0, **more: object) -> dict[str, object]:
     latencies = {f"{name}_{p}_ms": 10.0 for name in ("ttft", "itl") for p in ("p50", "p90", "p99")}
@@ -175,7 +177,7 @@ class TestLoads:
 
 class TestStoreAndPage:
     def store(self, tmp_path) -> Store:
-        store = Store(tmp_path / "runs.jsonl")
+        store = Store(tmp_path / "runs.jsonl", PROCESSOR)
         for number, (ours, theirs) in enumerate([(150, 100), (90, 100), (120, 100)]):
             store.add(Key(Kind.LOAD, "adaptive", "256/128@8", number), figures(ours))
             store.add(Key(Kind.LOAD, "vllm", "256/128@8", number), figures(theirs))
@@ -195,7 +197,7 @@ class TestStoreAndPage:
 
     def test_what_was_measured_is_found_again(self, tmp_path):
         self.store(tmp_path)
-        again = Store(tmp_path / "runs.jsonl")
+        again = Store(tmp_path / "runs.jsonl", PROCESSOR)
         key = Key(Kind.LOAD, "adaptive", "256/128@8", 1)
         assert known(again.find(key))["output_tokens_per_s"] == 90
         assert again.find(Key(Kind.PROBE, "vllm", "256/128", 0, 1.0, 2.0)) is not None
@@ -209,10 +211,14 @@ class TestStoreAndPage:
 
     def test_the_page_has_the_ratios_and_keeps_its_text(self, tmp_path):
         page = tmp_path / "bench-peers.md"
-        page.write_text("# Title\n\nWhy it is fair.\n\n## Figures\n\nold figures\n")
-        write_page(self.store(tmp_path), tmp_path)
+        other = "## Figures: another, AMX\n\nits figures\n"
+        own = f"## Figures: {PROCESSOR}\n\n"
+        page.write_text(f"# Title\n\nWhy it is fair.\n\n{own}old figures\n\n{other}")
+        for _ in range(2):
+            write_page(self.store(tmp_path), tmp_path)
         text = page.read_text()
-        assert text.startswith("# Title\n\nWhy it is fair.\n\n## Figures\n")
+        assert text.startswith(f"# Title\n\nWhy it is fair.\n\n{other}\n{own}Measured from")
+        assert text.count("## Figures") == 2
         assert "old figures" not in text
         assert "1.20 (0.90 to 1.50)" in text  # tok/s over vLLM's
         assert re.search(
@@ -224,5 +230,18 @@ class TestStoreAndPage:
         assert re.search(r"vLLM aggregated .*\| +8 \| +445 \|\n", text)  # prompts beside streams
         assert (tmp_path / "bench-peers.svg").read_text().lstrip().startswith("<?xml")
 
+    def test_a_new_folder_gets_the_page(self, tmp_path):
+        write_page(self.store(tmp_path), tmp_path / "new")
+        assert f"## Figures: {PROCESSOR}\n" in (tmp_path / "new" / "bench-peers.md").read_text()
+
+    def test_processors_share_a_file_and_see_their_own(self, tmp_path):
+        ours, theirs = self.store(tmp_path), Store(tmp_path / "runs.jsonl", "another, AMX")
+        assert not list(theirs.of(Kind.LOAD))
+        theirs.add(Key(Kind.LOAD, "vllm", "256/128@8", 0), figures(7))
+        ours.clear()
+        assert not list(Store(tmp_path / "runs.jsonl", PROCESSOR).of(Kind.LOAD))
+        [(_, kept)] = Store(tmp_path / "runs.jsonl", "another, AMX").of(Kind.LOAD)
+        assert kept["output_tokens_per_s"] == 7
+
     def test_an_empty_store_makes_no_tables(self, tmp_path):
-        assert "|" not in "".join(figures_of(Store(tmp_path / "none.jsonl")))
+        assert "|" not in "".join(figures_of(Store(tmp_path / "none.jsonl", PROCESSOR)))

@@ -73,7 +73,7 @@ def setup(tmp_path: Path) -> Setup:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "runs.jsonl")
+    return Store(tmp_path / "runs.jsonl", "a processor")
 
 
 @pytest.fixture

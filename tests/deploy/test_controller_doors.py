@@ -8,14 +8,18 @@ import re
 import urllib.request
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import grpc
+import pytest
 
 from kvrelay.deploy.controller.controller_host import _serve
 from kvrelay.deploy.controller.controller_spec import ControllerSpec
 from kvrelay.deploy.controller.records.key_value_store import InProcessStore
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.net.door_rules import OPERATORS, MethodRule
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
 from tests.deploy import scripted_ray
 from tests.deploy.scripted_ray import World, make_cluster
@@ -50,6 +54,23 @@ async def test_a_controller_serves_operators_routers_and_prometheus(
         targets = json.loads(await asyncio.to_thread(read, f"http://{metrics}/sd"))
         named = {one["labels"]["instance"] for one in targets}
         assert named == {"controller", "prefill-0", "decode-0"}
+
+
+async def test_a_message_that_does_not_come_ends_the_call(
+    make_world: Callable[[], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    method = "/kvrelay.v1.ControllerService/GetCluster"
+    hasty = replace(OPERATORS.methods[method], receive_seconds=0.1)
+    monkeypatch.setitem(cast("dict[str, MethodRule]", OPERATORS.methods), method, hasty)
+    make_world()
+    plan = PlacementPlan(namespace="kvrelay/t")
+    spec = ControllerSpec("t", (), plan, 30, advertised={"": "127.0.0.1"})
+    async with asyncio.timeout(20), AsyncExitStack() as undo:
+        cluster = await undo.enter_async_context(make_cluster(tmp_path, InProcessStore()))
+        address, _ = await _serve(undo, spec, cluster)
+        channel = await undo.enter_async_context(grpc.aio.insecure_channel(address))
+        silent = channel.stream_stream(method)()
+        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def read(url: str) -> str:

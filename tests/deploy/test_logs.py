@@ -12,7 +12,7 @@ import pytest
 from ray._private.worker import print_worker_logs
 
 from kvrelay.deploy.commands.relayed_logs import as_json
-from kvrelay.deploy.logs import JsonFormatter, set_up_log, utc
+from kvrelay.deploy.logs import JsonFormatter, TextFormatter, set_up_log, utc
 from kvrelay.options.observing import LogFormat
 from kvrelay.wire.submit import RequestKey
 
@@ -55,6 +55,14 @@ def test_a_message_says_who_and_what() -> None:
         "request_id": "r-1",
         "attempt": 7,
     }
+
+
+def test_a_text_line_is_one_line_whatever_a_client_has_sent() -> None:
+    key = RequestKey("router", "r\nERROR kvrelay: all is lost\x1b[31m\u2028", 7)
+    record = logging.LogRecord("kvrelay.x", logging.INFO, __file__, 1, "%s\tbroke", (key,), None)
+    line = TextFormatter().format(record)
+    assert line.splitlines() == [line]
+    assert line == ("INFO kvrelay.x: r\\nERROR kvrelay: all is lost\\x1b[31m\\u2028#7\tbroke")
 
 
 def test_what_is_not_known_is_left_out() -> None:

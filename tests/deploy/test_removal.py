@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvrelay.deploy.controller.changes.steps import ScalePhase
+from kvrelay.deploy.controller.changes.steps import DrainPhase, ScalePhase
 from kvrelay.deploy.controller.cluster import Cluster
 from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray as real_ray
 from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
+from tests.deploy.scripted_ray import AWAY
 from tests.deploy.test_incarnation import INFO, identity_of
 from tests.deploy.test_placement import CONFIG, PLAN, ScriptedRay, ray
 
@@ -103,3 +104,36 @@ async def test_the_place_of_a_worker_that_did_not_start_is_given_back(
         assert "decode-2" in cluster._written.cluster.names
         await cluster.workforce.add("decode-3", D)
         assert ray.room == 0
+
+
+class Unobservable(ScriptedActor):
+    """A worker on another machine, which hears that it is to drain, and whose answer is lost."""
+
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        if method is WorkerHost.begin_drain:
+            self.remove()
+            self.has_left = True
+        if self.has_left and method is not WorkerHost.stop:
+            raise AWAY
+        return await super().call(method, *args)
+
+    has_left = False
+
+    async def _start(self) -> Started:
+        return replace(await super()._start(), process=None)
+
+
+async def test_a_removal_that_goes_on_is_not_said_to_have_failed(
+    ray: ScriptedRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "kvrelay.deploy.controller.supervision.supervisor.WorkerActor", Unobservable
+    )
+    configs = [
+        replace(CONFIG, name=f"decode-{number}", model_path=tmp_path, worker_timeout=0.5)
+        for number in range(2)
+    ]
+    async with asyncio.timeout(20), Cluster(configs, plan=PLAN) as cluster:
+        step = await anext(cluster.drain("decode-1", remove=True))
+        assert step.phase is DrainPhase.DRAINING, "its lease runs out, and it is removed"
+        assert list(cluster.workforce.staying) == ["decode-0"]

@@ -16,7 +16,7 @@ from kvrelay.engine.scheduler.request import Request
 from kvrelay.engine.worker.held_submits import Prepare
 from kvrelay.engine.worker.worker_service import WorkerService
 from kvrelay.text import grammar
-from kvrelay.text.grammar import GrammarError, Grammars, byte_vocabulary
+from kvrelay.text.grammar import GrammarError, Grammars
 from kvrelay.v1 import inference_pb2, worker_pb2
 from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.submit import CancelRequest
@@ -24,6 +24,7 @@ from kvrelay.wire.worker_info import WorkerRole
 from tests.known import known
 from tests.router.scripted_worker import until
 from tests.router.test_worker_link import Heard, submission
+from tests.vocabularies import byte_vocabulary
 
 from .test_router_stream import attached, next_of
 from .test_submit_rules import message, rules
@@ -108,7 +109,7 @@ async def test_nothing_is_compiled_for_those_who_have_left() -> None:
 
     def make() -> LLTokenizer:
         assert go.wait(60)
-        return byte_vocabulary([])()
+        return byte_vocabulary()
 
     compiled: list[float] = []
     grammars = Grammars(make)
@@ -128,7 +129,7 @@ async def test_a_request_keeps_its_grammar(monkeypatch: pytest.MonkeyPatch) -> N
     """However many come after it: or a forward would wait until it is compiled again."""
     monkeypatch.setattr(grammar, "_MOST_KEPT", 1)
     compiled: list[float] = []
-    grammars = Grammars(byte_vocabulary([]))
+    grammars = Grammars(byte_vocabulary)
     grammars.on_compiled = compiled.append
     served = Served(grammars.prepare)
     for request_id in "abc":

@@ -11,10 +11,11 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.net import tls
 from kvrelay.net.channels import bind, worker_credentials, worker_server
+from kvrelay.net.health_service import HealthService
 from kvrelay.net.tls import CurrentTls, TlsFiles
 from tests.certificates import Authority, open_channel
 from tests.known import known
@@ -35,7 +36,7 @@ def files(authority: Authority) -> TlsFiles:
 @asynccontextmanager
 async def listening(files: TlsFiles | None) -> AsyncIterator[str]:
     server = worker_server()
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), server)
     port = bind(server, "127.0.0.1:0", files)
     await server.start()
     try:

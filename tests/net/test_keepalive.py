@@ -10,16 +10,17 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.net.channel_options import (
     KEEPALIVE_MS,
     KEEPALIVE_TIMEOUT_MS,
-    MAX_MESSAGE_BYTES,
     Options,
     channel_options,
     server_options,
 )
+from kvrelay.net.door_rules import MAX_MESSAGE_BYTES, WORKER
+from kvrelay.net.health_service import HealthService
 
 FASTER = 100
 PING_S = KEEPALIVE_MS / FASTER / 1000
@@ -67,9 +68,9 @@ class Wire:
 
 @asynccontextmanager
 async def wired() -> AsyncIterator[tuple[Wire, health_pb2_grpc.HealthStub]]:
-    options = server_options(MAX_MESSAGE_BYTES, internal=True)
+    options = server_options(WORKER, MAX_MESSAGE_BYTES, internal=True)
     server = grpc.aio.server(options=faster(options))
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), server)
     wire = Wire(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     listener = await asyncio.start_server(wire.connect, "127.0.0.1", 0)

@@ -10,11 +10,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from kvrelay.observe.metrics_server import MOST_CONNECTIONS, MetricsServer
+from kvrelay.net.door_rules import METRICS
+from kvrelay.observe.metrics_server import MetricsServer
 
 SECONDS = 10.0
 
@@ -23,7 +25,7 @@ SECONDS = 10.0
 def server() -> Iterator[MetricsServer]:
     registry = CollectorRegistry()
     Gauge("answer", "To everything", registry=registry).set(42)
-    server = MetricsServer(registry, "127.0.0.1", 0)
+    server = MetricsServer(registry, "127.0.0.1", 0, METRICS)
     yield server
     server.close()
 
@@ -58,7 +60,7 @@ def test_a_scrape(server: MetricsServer):
 
 def test_a_page_beside_the_metrics():
     server = MetricsServer(
-        CollectorRegistry(), "127.0.0.1", 0, {"/page": lambda host: f'["{host}"]'.encode()}
+        CollectorRegistry(), "127.0.0.1", 0, METRICS, {"/page": lambda host: f'["{host}"]'.encode()}
     )
     url = f"http://127.0.0.1:{server.port}/page?ignored=1"
     with contextlib.closing(server), urllib.request.urlopen(url) as answer:
@@ -89,27 +91,28 @@ def test_garbage_is_hung_up_on(server: MetricsServer, garbage: bytes):
 def test_silent_connections_keep_nobody_out(server: MetricsServer):
     threads = set(threading.enumerate())
     with contextlib.ExitStack() as stack:
-        some = MOST_CONNECTIONS + 20
+        some = (METRICS.most_connections or 0) + 20
         silent = [stack.enter_context(connect(server)) for _ in range(some)]
         assert b"answer 42.0" in scrape(server)[0]
         assert all(is_ended(one) for one in silent[:20]), "the oldest"
         assert not set(threading.enumerate()) - threads, "none for each connection"
 
 
-def test_who_says_nothing_is_hung_up_on(server: MetricsServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvrelay.observe.metrics_server._SECONDS", 0.1)
-    with connect(server) as connection:
+def test_who_says_nothing_is_hung_up_on():
+    hasty = replace(METRICS, idle_seconds=0.1)
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, hasty)
+    with contextlib.closing(server), connect(server) as connection:
         connection.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert is_ended(connection)
 
 
 def test_closing_ends_all_connections_and_frees_the_port(server: MetricsServer):
-    other = MetricsServer(CollectorRegistry(), "127.0.0.1", 0)
+    other = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, METRICS)
     with pytest.raises(OSError, match="in use"):
-        MetricsServer(CollectorRegistry(), "127.0.0.1", other.port)
+        MetricsServer(CollectorRegistry(), "127.0.0.1", other.port, METRICS)
     with connect(other) as connection:
         begun = time.monotonic()
         other.close()
         assert is_ended(connection)
         assert time.monotonic() - begun < SECONDS / 2
-    MetricsServer(CollectorRegistry(), "127.0.0.1", other.port).close()
+    MetricsServer(CollectorRegistry(), "127.0.0.1", other.port, METRICS).close()

@@ -1,4 +1,4 @@
-"""A call whose message does not arrive ends, and keeps nobody else out."""
+"""A call is held to its method's rule: its message, how many there are, and its answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import gc
 import sys
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,25 +16,56 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
+from kvrelay.net import unread_answers
 from kvrelay.net.channels import bind, front_server
-from kvrelay.net.receiving import MOST_RECEIVING, BoundedReceipt
+from kvrelay.net.door_rules import GRPC, ListenerRule, MethodAccess, MethodRule
+from kvrelay.net.health_service import HealthService
+from tests.attack.http2 import DATA, HEADERS, connected, message
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+GENERATE = "/kvrelay.v1.InferenceService/Generate"
 SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+QUICK = 0.1
+
+
+def changed(method: str, **changes: Any) -> ListenerRule:
+    """The rules of the gRPC listener, with another one for this method."""
+    rule = replace(GRPC.methods[method], **changes)
+    return replace(GRPC, methods={**GRPC.methods, method: rule})
+
+
+@asynccontextmanager
+async def serving(rule: ListenerRule = GRPC) -> AsyncIterator[tuple[str, HealthService]]:
+    server = front_server(rule, 1 << 20)
+    healthy = HealthService(["one"])
+    healthy.set(serving=True)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection([health.SERVICE_NAME], server)
+
+    async def answer(message: bytes, context: Any) -> bytes:
+        return bytes(len(message))
+
+    handlers = {"Generate": grpc.unary_unary_rpc_method_handler(answer)}
+    service = GENERATE.split("/")[1]
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = bind(server, "127.0.0.1:0", None)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", healthy
+    finally:
+        async with asyncio.timeout(5):
+            await server.stop(0.1)
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
 
 
 @pytest.fixture
 async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    server = front_server(1 << 20, [BoundedReceipt()])
-    healthy = health.aio.HealthServicer()
-    await healthy.set("", SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    reflection.enable_server_reflection([health.SERVICE_NAME], server)
-    port = bind(server, "127.0.0.1:0", None)
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with serving() as (address, _), connect(address) as channel:
         yield channel
-    await server.stop(None)
 
 
 def open_call(channel: grpc.aio.Channel, method: str) -> Any:
@@ -40,9 +73,10 @@ def open_call(channel: grpc.aio.Channel, method: str) -> Any:
     return channel.stream_stream(method)()
 
 
-async def check(channel: grpc.aio.Channel) -> int:
+async def check(channel: grpc.aio.Channel, service: str = "") -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    status: int = (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status
+    request = health_pb2.HealthCheckRequest(service=service)
+    status: int = (await stub.Check(request, timeout=10)).status
     return status
 
 
@@ -58,33 +92,54 @@ async def test_calls_of_each_kind_are_served(channel: grpc.aio.Channel) -> None:
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
-async def test_a_call_without_a_message_ends_in_time(
-    channel: grpc.aio.Channel, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrelay.net.receiving.RECEIVE_SECONDS", 0.1)
-    silent = open_call(channel, method)
-    async with asyncio.timeout(10):
-        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert await check(channel) == SERVING
+async def test_a_call_without_a_message_ends_in_time(method: str) -> None:
+    rule = changed(method, receive_seconds=QUICK)
+    async with serving(rule) as (address, _), connect(address) as channel:
+        silent = open_call(channel, method)
+        async with asyncio.timeout(10):
+            assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await check(channel) == SERVING
 
 
-async def test_the_oldest_of_too_many_ends(channel: grpc.aio.Channel) -> None:
-    silent = [open_call(channel, WATCH)]
-    await silent[0].wait_for_connection()
-    await check(channel)  # it is the oldest: a later call was served
-    silent += [open_call(channel, WATCH) for _ in range(MOST_RECEIVING - 1)]
-    for one in silent:
-        await one.wait_for_connection()
-    async with asyncio.timeout(10):
-        while not any(one.done() for one in silent):
+async def test_strangers_end_each_others_receipts_and_no_callers() -> None:
+    """Who may be asked without a token has a pool of his own: half a message of a caller waits."""
+    async with serving() as (address, _), connect(address) as channel:
+        caller = open_call(channel, GENERATE)
+        await caller.wait_for_connection()
+        most = GRPC.most_receiving_of_strangers
+        async with connected(address) as one, connected(address) as other:
+            streams = []
+            for connection in (one, other):
+                connection.begin()
+                streams += [connection.call(CHECK, flags=0) for _ in range(most)]
+            async with asyncio.timeout(10):
+                while await one.receive() != await other.receive():
+                    pass
             assert await check(channel) == SERVING
-    assert [one.done() for one in silent].index(True) == 0
-    late = silent[-1]
-    await late.write(health_pb2.HealthCheckRequest().SerializeToString())
-    answer = health_pb2.HealthCheckResponse.FromString(await late.read())
-    assert answer.status == SERVING, "one that speaks at last is served"
-    for one in silent:
-        one.cancel()
+            await caller.write(b"late")
+            assert await caller.read() == bytes(4)
+
+
+async def test_of_too_many_receipts_the_greediest_ends_its_oldest() -> None:
+    rule = replace(changed(GENERATE), most_receiving=3)
+    async with (
+        serving(rule) as (address, _),
+        connect(address) as greedy,
+        connect(address) as modest,
+    ):
+        patient = open_call(modest, GENERATE)
+        await patient.wait_for_connection()
+        silent = []
+        for _ in range(3):
+            silent.append(open_call(greedy, GENERATE))
+            await silent[-1].wait_for_connection()
+        async with asyncio.timeout(10):
+            assert await silent[0].code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert not any(one.done() for one in (patient, *silent[1:]))
+        await patient.write(b"late")
+        assert await patient.read() == bytes(4)
+        for one in silent:
+            one.cancel()
 
 
 async def test_what_cannot_be_read_is_the_clients_fault(
@@ -100,6 +155,112 @@ async def test_what_cannot_be_read_is_the_clients_fault(
     assert not ours, "it would fill the log"
 
 
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_a_long_name_is_refused_and_not_kept(channel: grpc.aio.Channel, method: str) -> None:
+    request = health_pb2.HealthCheckRequest(service="x" * 100_000)
+    call = getattr(health_pb2_grpc.HealthStub(channel), method)(request)
+    async with asyncio.timeout(10):
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_watch_of_an_unknown_service_ends(channel: grpc.aio.Channel) -> None:
+    request = health_pb2.HealthCheckRequest(service="two")
+    watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=10)
+    assert [one.status async for one in watch] == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
+    with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+        await check(channel, "two")
+    assert await check(channel, "one") == SERVING
+
+
+async def test_a_watcher_that_reads_nothing_keeps_nobody_from_the_truth() -> None:
+    """It holds no lock; the server stops, too."""
+    async with serving() as (address, healthy), connected(address) as silent:
+        silent.begin(window=0)
+        silent.call(WATCH, message(b""))
+        async with connect(address) as channel:
+            stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+            watches = [stub.Watch(request, timeout=10) for _ in range(2)]
+            for watch in watches:
+                assert (await watch.read()).status == SERVING
+            watches.pop().cancel()
+            healthy.set(serving=False)
+            async with asyncio.timeout(5):
+                assert await check(channel) == NOT_SERVING
+                assert (await watches[0].read()).status == NOT_SERVING
+
+
+async def test_many_unread_answers_hang_up_on_whoever_has_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rule = changed(CHECK, answer_seconds=QUICK)
+    most = unread_answers.MOST_STUCK_OF_A_CONNECTION
+    async with (
+        serving(rule) as (address, _),
+        connect(address) as channel,
+        connected(address) as few,
+        connected(address) as many,
+    ):
+        for connection, number in ((few, 1), (many, most)):
+            connection.begin(window=0)
+            for _ in range(number):
+                connection.call(CHECK, message(b""))
+        async with asyncio.timeout(5):
+            frames = await many.until_hung_up()
+        assert not [one for one in frames if one.kind == DATA and one.payload]
+        assert await check(channel) == SERVING
+        assert not few.reader.at_eof(), "a proxy may have a slow client"
+    assert not [one for one in caplog.records if one.levelname == "ERROR"], "it would fill the log"
+
+
+async def test_unread_answers_have_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread_answers, "MOST_BYTES", 1 << 20)
+    rule = changed(GENERATE, answer_seconds=3600.0)
+    async with serving(rule) as (address, _), connected(address) as silent:
+        silent.begin(window=0)
+        for _ in range(6):
+            silent.call(GENERATE, message(bytes(200_000)), flags=0)
+        async with asyncio.timeout(5):
+            await silent.until_hung_up()
+
+
+async def test_a_caller_has_no_more_calls_than_the_rule_says() -> None:
+    rule = changed(CHECK, most_of_a_caller=2)
+    async with serving(rule) as (address, _), connected(address) as silent:
+        silent.begin(window=0)
+        streams = [silent.call(CHECK, message(b"")) for _ in range(3)]
+        async with asyncio.timeout(5):
+            while (told := await silent.receive()).stream != streams[2]:
+                pass
+        assert b"grpc-status" in told.payload
+        async with connect(address) as channel:
+            assert await check(channel) == SERVING
+
+
+async def test_for_one_call_too_many_the_oldest_unread_answer_is_given_up() -> None:
+    rule = changed(CHECK, most=2)
+    async with (
+        serving(rule) as (address, _),
+        connected(address) as one,
+        connected(address) as other,
+    ):
+        for connection in (one, other):
+            connection.begin(window=0)
+            connection.call(CHECK, message(b""))
+            while (await connection.receive()).kind != HEADERS:
+                pass
+        async with connect(address) as channel, asyncio.timeout(5):
+            assert await check(channel) == SERVING
+            await one.until_hung_up()
+        assert not other.reader.at_eof()
+
+
+async def test_a_method_without_a_rule_is_not_served() -> None:
+    others = {method: rule for method, rule in GRPC.methods.items() if method != CHECK}
+    async with serving(replace(GRPC, methods=others)) as (address, _), connect(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await check(channel)
+
+
 async def test_a_refused_message_is_let_go_of_at_once() -> None:
     """Without the garbage collector: a message may have many megabytes."""
     seen: list[weakref.ref[set[int]]] = []
@@ -113,7 +274,7 @@ async def test_a_refused_message_is_let_go_of_at_once() -> None:
             except ValueError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    server = front_server(1 << 20, [BoundedReceipt()])
+    server = front_server(GRPC, 1 << 20)
     health_pb2_grpc.add_HealthServicer_to_server(Refusing(), server)
     port = bind(server, "127.0.0.1:0", None)
     await server.start()
@@ -139,7 +300,8 @@ async def test_the_handler_alone_has_the_message() -> None:
         await context.write(b"")
 
     handler = grpc.unary_stream_rpc_method_handler(answer)
-    server = front_server(1 << 20, [BoundedReceipt()])
+    rule = ListenerRule({"/one/Call": MethodRule(MethodAccess.ANYBODY)}, "")
+    server = front_server(rule, 1 << 20)
     generic = grpc.method_handlers_generic_handler("one", {"Call": handler})
     server.add_generic_rpc_handlers((generic,))
     port = bind(server, "127.0.0.1:0", None)

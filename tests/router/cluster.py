@@ -243,7 +243,9 @@ class HeldEncoding:
         self.texts: list[str] = []
         self.let_go = threading.Event()
 
-    def encode(self, tokenizer: Tokenizer, text: str, most_tokens: int) -> Sequence[int]:
+    def encode(
+        self, tokenizer: Tokenizer, text: str, most_tokens: int, *, add_special_tokens: bool = True
+    ) -> Sequence[int]:
         self.texts.append(text)
         assert self.let_go.wait(10)
         return [1, 2, 3]

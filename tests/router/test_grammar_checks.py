@@ -13,13 +13,14 @@ from kvrelay.router.admission.grammar_checks import GrammarChecks
 from kvrelay.router.errors import GrammarQueueFull, Unavailable
 from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
 from kvrelay.wire.submit import StructuredOutput
+from tests.checkpoints import make_tokenizer
 
 
 class HeldChecker(GrammarChecker):
     """Begins no check before it is let go."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__(make_tokenizer().to_str())
         self.go = threading.Event()
         self.checked: list[str] = []
         self.errors: list[Exception] = []

@@ -15,6 +15,7 @@ from kvrelay.deploy.controller.operators.controller_service import ControllerSer
 from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
 from kvrelay.net.channel_options import channel_options
 from kvrelay.net.channels import bind, front_server
+from kvrelay.net.door_rules import OPERATORS
 from kvrelay.router.access.auth import bearer
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
@@ -45,7 +46,7 @@ async def controller(discovery: StaticDiscovery, address: str = "") -> AsyncIter
     It has no router of its own: scripted workers answer to the latest one alone.
     """
     address = address or f"127.0.0.1:{free_port()}"
-    server = front_server(64 << 10, [])
+    server = front_server(OPERATORS, 64 << 10)
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(
         ControllerService(discovery, ScrapeTargets("c", discovery), no_state), server
     )
@@ -169,7 +170,7 @@ async def test_a_controller_that_refuses_is_said(
 
 
 async def test_a_listener_for_clients_is_no_controller():
-    server = front_server(64 << 10, [])
+    server = front_server(OPERATORS, 64 << 10)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', None)}"
     await server.start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from kvrelay.router.admission.validation import fingerprint
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.requests.readers import MOST_READERS
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, collect, running, status_of
@@ -112,3 +114,24 @@ async def test_another_router_with_the_same_key_makes_the_same_seed(
     assert first == second
     assert first[0] == first[1] != first[2]
     assert not set(first) & set(third)
+
+
+async def test_a_request_has_few_readers(cluster: Cluster) -> None:
+    """Each costs as much as another request, and takes no place among the live ones."""
+    calls = [cluster.generate(request_id="same")]
+    prefill, _ = await cluster.prefill.submitted(), await cluster.decode.submitted()
+    cluster.prefill.say(prefill, 0, (50,), end=HANDED_OVER)
+    calls += [cluster.generate(request_id="same") for _ in range(MOST_READERS - 1)]
+    for call in calls:
+        assert (await call.read()).delta.token_ids == [50]
+    error = await status_of(cluster.generate(request_id="same"))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    calls[0].cancel()
+    async with asyncio.timeout(10):
+        while True:
+            late = cluster.generate(request_id="same")
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                assert (await late.read()).delta.token_ids == [50]
+                break
+    for call in (*calls, late):
+        call.cancel()

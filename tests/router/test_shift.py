@@ -13,6 +13,7 @@ import pytest
 from kvrelay.deploy.controller.operators.controller_service import ControllerService
 from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
 from kvrelay.net.channels import bind, front_server
+from kvrelay.net.door_rules import OPERATORS
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.remote_discovery import RemoteDiscovery
 from kvrelay.router.shifting_discovery import ShiftingDiscovery
@@ -87,7 +88,7 @@ async def world() -> AsyncIterator[World]:
         async def start(name: str) -> Listed:
             discovery = StaticDiscovery(pair(name))
             targets = ScrapeTargets(name, discovery)
-            server = front_server(64 << 10, [])
+            server = front_server(OPERATORS, 64 << 10)
             controller_pb2_grpc.add_ControllerServiceServicer_to_server(
                 ControllerService(discovery, targets, no_state), server
             )

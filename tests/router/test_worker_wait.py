@@ -167,3 +167,23 @@ async def test_who_leaves_is_not_served_later(patient: RouterConfig, how: str) -
         assert len(cluster.prefill.submits) == 1
         assert await waits(cluster, "left") == 1
         assert call.done()
+
+
+async def test_a_retry_is_before_those_that_came_later(config: RouterConfig) -> None:
+    """It waits for the workers as they do, though it began to wait after them."""
+    both = dataclasses.replace(config, worker_wait=60.0, failover_wait=60.0)
+    async with running(both, "prefill-0", "decode-0") as cluster:
+        first = cluster.generate(request_id="first")
+        await cluster.decode.submitted()
+        tell_lost(cluster, cluster.prefill)
+        await cluster.prefill.stop()
+        later = [cluster.generate(request_id=f"later-{number}") for number in range(3)]
+        await cluster.until_waiting(3)
+        cluster.decode.break_stream()
+        await asyncio.sleep(0.2)  # until the pause before a retry is over
+        before = len(cluster.decode.submits)
+        await come_back(cluster, cluster.prefill)
+        await cluster.decode.submitted(before + 4)
+        assert cluster.decode.submits[before].request_id == "first"
+        for call in (first, *later):
+            call.cancel()

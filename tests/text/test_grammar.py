@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from kvrelay.text import grammar
 from kvrelay.text.grammar import (
     GrammarError,
     Grammars,
-    byte_vocabulary,
     model_vocabulary,
-    special_tokens,
 )
 from kvrelay.text.schema_place import find_place
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
+from tests.known import known
+from tests.vocabularies import byte_vocabulary
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Wanted:
 
 @pytest.fixture
 def grammars() -> Grammars:
-    return Grammars(byte_vocabulary(special_tokens(make_tokenizer())))
+    return Grammars(byte_vocabulary)
 
 
 def test_a_grammar_is_compiled_once_in_another_thread() -> None:
@@ -41,7 +41,7 @@ def test_a_grammar_is_compiled_once_in_another_thread() -> None:
 
     def make() -> LLTokenizer:
         threads.append(threading.current_thread())
-        return byte_vocabulary(special_tokens(make_tokenizer()))()
+        return byte_vocabulary()
 
     grammars = Grammars(make)
     seconds: list[float] = []
@@ -50,9 +50,14 @@ def test_a_grammar_is_compiled_once_in_another_thread() -> None:
     grammars.on_hit = lambda: hits.append(1)
     first = grammars.prepare(Wanted(regex="a+"))
     assert grammars.prepare(Wanted(regex="a+")) is first
-    assert not first.result().is_accepting()
+    assert not known(first.result().new_matcher()).is_accepting()
     assert (len(seconds), len(hits)) == (1, 1)
     assert threads != [threading.current_thread()]
+
+
+def begun(grammars: Grammars, wanted: Wanted) -> LLMatcher:
+    """A matcher at the beginning of a grammar."""
+    return known(grammars.prepare(wanted).result().new_matcher())
 
 
 def compilations_of(grammars: Grammars) -> list[float]:
@@ -86,7 +91,7 @@ def test_what_nobody_waits_for_is_not_compiled() -> None:
 
     def make() -> LLTokenizer:
         assert go.wait(60)
-        return byte_vocabulary(special_tokens(make_tokenizer()))()
+        return byte_vocabulary()
 
     grammars = Grammars(make)
     compiled = compilations_of(grammars)
@@ -113,17 +118,17 @@ def test_what_takes_too_much_is_refused(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("text", ["", "é", 'a"b', "a\nb", "😀 x", "a/b\\"])
 def test_choices_of_any_text(grammars: Grammars, text: str) -> None:
-    matcher = grammars.prepare(Wanted(choice=("no", text))).result().deep_copy()
+    matcher = begun(grammars, Wanted(choice=("no", text)))
     assert matcher.consume_tokens(list(text.encode()))
     assert matcher.is_accepting()
 
 
 def test_a_schema_bounds_white_space(grammars: Grammars) -> None:
-    compiled = grammars.prepare(Wanted(json_schema='{"type": "array"}')).result()
+    wanted = Wanted(json_schema='{"type": "array"}')
     for text in ("[1, 2]", "[\n    1\n]"):
-        assert compiled.deep_copy().consume_tokens(list(text.encode())), text
+        assert begun(grammars, wanted).consume_tokens(list(text.encode())), text
     for text in ("[  1]", "[\r1]"):
-        assert not compiled.deep_copy().consume_tokens(list(text.encode())), text
+        assert not begun(grammars, wanted).consume_tokens(list(text.encode())), text
 
 
 def test_tokens_that_the_tokenizer_lacks_are_never_allowed(tmp_path: Path) -> None:
@@ -131,8 +136,8 @@ def test_tokens_that_the_tokenizer_lacks_are_never_allowed(tmp_path: Path) -> No
     tokenizer = make_tokenizer()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     grammars = Grammars(model_vocabulary(tmp_path, VOCAB_SIZE + 40, (0, 1)))
-    compiled = grammars.prepare(Wanted(regex="(.|\n)*")).result()
-    bits = int.from_bytes(compiled.deep_copy().compute_bitmask(), "little")
+    matcher = begun(grammars, Wanted(regex="(.|\n)*"))
+    bits = int.from_bytes(matcher.compute_bitmask(), "little")
     known = tokenizer.get_vocab_size()
     assert bits >> known == 0
     assert bits & 3 == 3
@@ -172,20 +177,9 @@ def test_the_search_for_a_place_is_bounded() -> None:
     assert len(tried) == 200
 
 
-@pytest.mark.parametrize(
-    "option", ['{"x-guidance": {"lenient": true}, "uniqueItems": true}',
-               '{"x-guid\\u0061nce": {"lenient": true}, "uniqueItems": true}']
-)  # fmt: skip
-def test_a_schema_within_a_grammar_sets_no_options(grammars: Grammars, option: str) -> None:
-    with pytest.raises(GrammarError, match="x-guidance is not allowed"):
-        grammars.prepare(Wanted(grammar=f"start: %json {option}")).result()
-    inner = '{"type": "object", "properties": {"x-guidance": {"type": "string"}}}'
-    grammars.prepare(Wanted(grammar=f"start: %json {inner}")).result()
-
-
 def test_grammars_are_kept_by_size(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "LEAST_BYTES", 1 << 20)
-    monkeypatch.setattr(grammar, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(grammar, "MOST_BYTES", 2 << 20)
     monkeypatch.setattr(grammar, "_MOST_KEPT_BYTES", 2 << 20)
     compiled = compilations_of(grammars)
     for regex, count in [("a", 1), ("b", 2), ("a", 2), ("c", 3), ("b", 4), ("c", 4)]:
@@ -196,3 +190,24 @@ def test_grammars_are_kept_by_size(grammars: Grammars, monkeypatch: pytest.Monke
 def test_a_deep_grammar_is_compiled_on_a_large_stack(grammars: Grammars) -> None:
     chain = "".join(f"r{i}:r{i + 1}\n" for i in range(4000))
     grammars.prepare(Wanted(grammar=f'start: r0\n{chain}r4000: "a"\n')).result()
+
+
+def test_a_grammar_whose_masks_have_taken_much_is_compiled_anew(grammars: Grammars) -> None:
+    compiled = compilations_of(grammars)
+    held = grammars.prepare(Wanted(regex="a")).result()
+    held.charge(1e-6)
+    assert grammars.prepare(Wanted(regex="a")).result() is held
+    held.charge(60.0)
+    assert held.new_matcher() is None
+    assert known(grammars.prepare(Wanted(regex="a")).result().new_matcher()).consume_token(ord("a"))
+    assert len(compiled) == 2
+
+
+def test_memory_of_a_large_grammar_goes_back_to_the_system(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed = threading.Event()
+    monkeypatch.setattr(grammar, "_TRIM_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "trim_heap", trimmed.set)
+    grammars.prepare(Wanted(regex="a")).result().charge(60.0)
+    assert trimmed.wait(60)

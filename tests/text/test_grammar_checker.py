@@ -17,7 +17,9 @@ from kvrelay.text import grammar_checker
 from kvrelay.text.grammar import LEAST_BYTES, GrammarError
 from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
 from kvrelay.wire.submit import StructuredOutput
+from tests.checkpoints import make_tokenizer
 
+VOCABULARY = make_tokenizer().to_str()
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"\n'
 """So deep that llguidance overflows the stack of an ordinary thread."""
 MULTIPLES = json.dumps({"type": "integer", "allOf": [{"multipleOf": n} for n in (9973, 97)]})
@@ -30,7 +32,7 @@ PLACE["$defs"] = {"d": {"properties": {f"p{i}": {} for i in range(2000)}}}  # ty
 
 @pytest.fixture
 def checker() -> Iterator[GrammarChecker]:
-    made = GrammarChecker(["<end>"])
+    made = GrammarChecker(VOCABULARY)
     yield made
     made.close()
     made.reap()
@@ -43,21 +45,8 @@ def test_a_deep_grammar_passes(checker: GrammarChecker) -> None:
     assert checker.pid == pid
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        StructuredOutput(json_schema=MULTIPLES),
-        StructuredOutput(
-            grammar="start: R0\n"
-            + "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(40))
-            + 'R40: "a"'
-        ),
-    ],
-    ids=["multiples", "terminals"],
-)
-def test_what_takes_too_much_memory_is_refused(
-    checker: GrammarChecker, wanted: StructuredOutput
-) -> None:
+def test_what_takes_too_much_memory_is_refused(checker: GrammarChecker) -> None:
+    wanted = StructuredOutput(json_schema=MULTIPLES)
     assert_ends_the_process(checker, wanted, "takes too much memory to compile")
 
 
@@ -77,13 +66,76 @@ def assert_ends_the_process(
     assert checker.pid not in (None, pid)
 
 
-@pytest.mark.parametrize("text", ["%json" * 13_000, "guidance" + "%json" * 13_000])
+@pytest.mark.parametrize("text", ["%json" * 13_000, "start: " + "%json" * 13_000])
 def test_schemas_within_a_grammar_are_looked_at_in_no_time(
     checker: GrammarChecker, text: str
 ) -> None:
     """To look for all in all of the text, once for each, took more than the bound."""
-    with pytest.raises(GrammarError, match=r"x-guidance is not allowed|convert the grammar"):
+    with pytest.raises(GrammarError, match=r"no JSON schema|convert the grammar"):
         checker.check(StructuredOutput(grammar=text))
+
+
+BOMB = "(a{1000}){1000}"
+DEEP = {"type": "string", "pattern": f"^[a-f]{{3}}{BOMB}$"}
+DOUBLED = "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20))
+"""A text of a million letters."""
+BOMBS = [
+    StructuredOutput(regex=BOMB),
+    StructuredOutput(regex="((a{100}){100}){100}"),
+    StructuredOutput(regex="(ab{1000}){1000}"),
+    StructuredOutput(regex=f"b?{BOMB}"),
+    StructuredOutput(regex=f"[a-z]{{20}}{BOMB}"),
+    StructuredOutput(regex=f"(foo|bar{BOMB})"),
+    StructuredOutput(json_schema=json.dumps({"type": "string", "pattern": f"^{BOMB}$"})),
+    StructuredOutput(
+        json_schema=json.dumps(
+            {
+                "type": "array",
+                "items": {"type": "string", "pattern": f"^[a-f]{{3}}{BOMB}$"},
+                "minItems": 1,
+            }
+        )
+    ),
+    StructuredOutput(grammar=f"start: A\nA: /{BOMB}/"),
+    StructuredOutput(grammar=f'start: "x" | "y" A\nA: /{BOMB}/'),
+    StructuredOutput(
+        grammar="start: r0\n"
+        + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20))
+        + 'r20: "a"'
+    ),
+]
+HEAVY = [
+    StructuredOutput(regex=r"([a-z]{1,100} ){1,100}"),
+    StructuredOutput(regex="x" * 60_000),
+    StructuredOutput(json_schema='{"type": "string", "maxLength": 20000}'),
+    StructuredOutput(choice=tuple(f"the choice with number {number}" for number in range(1500))),
+    StructuredOutput(
+        json_schema=json.dumps({"enum": [f"value {number}" for number in range(3000)]})
+    ),
+]
+
+
+def test_what_a_worker_could_not_follow_is_refused_and_heavy_grammars_are_not(
+    checker: GrammarChecker,
+) -> None:
+    """Compiled in no time, they would stall a worker at a mask, the first one or a later one."""
+    checker.check(StructuredOutput(regex="a"))
+    pid = checker.pid
+    for wanted in BOMBS:
+        with pytest.raises(GrammarError, match="too much work"):
+            checker.check(wanted)
+    for wanted in HEAVY:
+        checker.check(wanted)
+    assert checker.pid == pid
+
+
+def test_a_tokenizer_without_a_known_decoder_is_fit_for_no_grammar() -> None:
+    described = {**json.loads(VOCABULARY), "decoder": None}
+    checker = GrammarChecker(json.dumps(described))
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="the tokenizer is not fit"):
+            checker.check(StructuredOutput(regex="a"))
+        assert checker.pid is None
 
 
 def test_a_check_tells_what_the_grammar_takes(checker: GrammarChecker) -> None:
@@ -163,7 +215,7 @@ PARENT = """
 import sys
 from kvrelay.text.grammar_checker import GrammarChecker
 from kvrelay.wire.submit import StructuredOutput
-checker = GrammarChecker([])
+checker = GrammarChecker(sys.stdin.readline())
 checker.check(StructuredOutput(regex="a"))
 print(checker.pid, flush=True)
 sys.stdin.read()
@@ -174,7 +226,10 @@ def test_it_ends_with_its_parent() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
+        assert parent.stdin is not None
         assert parent.stdout is not None
+        parent.stdin.write(json.dumps(json.loads(VOCABULARY)).encode() + b"\n")
+        parent.stdin.flush()
         ended = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
     try:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
-
-import grpc
 
 from kvrelay.deploy.controller.operators.admin_service import Administrator, AdminService
 from kvrelay.deploy.controller.operators.controller_service import ControllerService
 from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
 from kvrelay.net.channels import front_server
+from kvrelay.net.door_rules import OPERATORS
 from kvrelay.net.reflection import enable_reflection
 from kvrelay.net.tls import TlsFiles
+from kvrelay.router.access.auth import Guard, name_caller
+from kvrelay.router.access.token_file import Tokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.doors.listening import listen
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, controller_pb2, controller_pb2_grpc
 
 _ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _CONTROLLER: Final = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
-_MESSAGE_BYTES: Final = 64 << 10
 
 
 class OperatorServices:
@@ -49,7 +49,7 @@ class OperatorServices:
         undo: contextlib.AsyncExitStack,
         address: str,
         tls: TlsFiles | None,
-        guards: Sequence[grpc.aio.ServerInterceptor],
+        tokens: Callable[[], Tokens] | None,
         requests_of: Callable[[str], int | None] = lambda incarnation: None,
     ) -> str:
         """Listen until `undo`, and return the address with its real port.
@@ -58,13 +58,15 @@ class OperatorServices:
             undo: stops it.
             address: ``host:port`` to listen on.
             tls: the certificate to show.
-            guards: interceptors that see a call before its message is received.
+            tokens: returns the tokens that are valid now; None: no call needs one.
             requests_of: counts an incarnation's requests; None: nobody here knows.
 
         Raises:
             StartError: it cannot listen there.
         """
-        server = front_server(_MESSAGE_BYTES, guards)
+        assert OPERATORS.most_bytes is not None
+        guards = [Guard(tokens, OPERATORS)]
+        server = front_server(OPERATORS, OPERATORS.most_bytes, guards=guards, caller_of=name_caller)
         admin = AdminService(self._administrator, requests_of)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         watched = ControllerService(self._discovery, self._targets, self._administrator.state)

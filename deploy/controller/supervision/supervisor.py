@@ -68,6 +68,9 @@ class WorkerSupervisor:
         self.start_seconds = start_seconds(self._actor.config)
         """The time for a start, on the GPU that the worker may share."""
         self._life: Incarnation | None = None
+        self._is_lost = False
+        self._is_to_drain = False
+        """Whether the present incarnation is to be told to drain, if it is not lost after all."""
         self._following: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -124,7 +127,8 @@ class WorkerSupervisor:
     async def begin_drain(self, *, remove: bool) -> None:
         """Begin to drain the worker, whose process then ends; the watcher is told.
 
-        A second drain changes nothing, except that the worker can still be removed. Raises
+        A second drain changes nothing, except that the worker can still be removed. A worker that
+        is lost meanwhile needs no telling, as the drain or the removal goes on by itself. Raises
         ClusterError if the call fails.
 
         Args:
@@ -135,6 +139,9 @@ class WorkerSupervisor:
         try:
             await self._life.tell_to_drain()
         except BaseException as error:
+            if self._is_lost and isinstance(error, ray.exceptions.RayError):
+                self._is_to_drain = True
+                return
             self.removing = before
             if not isinstance(error, ray.exceptions.RayError):
                 raise
@@ -216,17 +223,19 @@ class WorkerSupervisor:
             drains: whether it was to be told to drain, and perhaps was not.
         """
         pauses, reason = Pauses(), ""
+        self._is_lost, self._is_to_drain = lost, drains
         while True:
-            if drains and not lost:
+            if self._is_to_drain and not lost:
                 with contextlib.suppress(ClusterError):
                     await self.begin_drain(remove=self.removing)
             if not lost:
                 reason = await life.lost()
+                self._is_lost = True
                 self._watcher.worker_lost(life.info)
                 _log.warning("%s is lost: %s", life.info.incarnation, reason)
             lost = False
             if dead or await life.has_died():
-                dead = drains = False
+                dead = self._is_to_drain = False
                 await self._watcher.worker_dead(life.info, life.cause)
                 if self.removing:
                     life.close()
@@ -241,6 +250,7 @@ class WorkerSupervisor:
                 life = await self._restart(life.info)
             else:
                 await pauses.pause()
+            self._is_lost = False
             self._watcher.worker_live(life.info)
             _log.info("%s is up", life.info.incarnation)
 

@@ -10,6 +10,7 @@ from typing import Final
 from starlette.types import Receive, Scope
 
 from kvrelay.net.allocator import Trimmer
+from kvrelay.net.door_rules import HTTP
 from kvrelay.net.receiving import Receipts
 from kvrelay.router.doors.http.errors import HttpError
 
@@ -32,7 +33,7 @@ class Bodies:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self.receipts = Receipts()
+        self.receipts = Receipts(HTTP.most_receiving)
         self.trimmer = Trimmer()
 
 

@@ -12,6 +12,7 @@ from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.chat_template import ChatTemplate
+from kvrelay.text.json_schema import refer_below, without_annotations
 from kvrelay.text.output_parsers.formats import ToolFormat, format_of
 from kvrelay.text.output_parsers.hermes import HermesParser
 from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
@@ -26,8 +27,9 @@ _PARSERS: Final[Mapping[ToolFormat, Callable[[], OutputParser]]] = {
     ToolFormat.LLAMA3_JSON: JsonCallsParser,
     ToolFormat.PYTHONIC: PythonicParser,
 }
-_DEFINITIONS: Final = ("$defs", "definitions")
-_ANY_ARGUMENTS: Final = {"type": "object"}
+_COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf"}
+_NO_ARGUMENTS: Final = {"type": "object", "properties": {}}
+"""The parameters of a function that names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +116,7 @@ def read_tools(
         if choice not in ("auto", "none"):
             raise InvalidField("tool_choice", "is allowed with tools alone")
         return Tools()
-    functions = {one["function"]["name"]: one["function"] for one in tools}
-    if len(functions) < len(tools):
-        raise InvalidField("tools", "must have different names")
+    functions = _by_name(tools)
     if choice == "none":
         return Tools()
     if choice == "auto":
@@ -132,43 +132,63 @@ def read_tools(
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")
     if choice == "required":
-        schema = _of_calls(functions.values(), 1 if body.parallel_tool_calls is False else None)
-        params.structured_output.json_schema = json.dumps(schema, ensure_ascii=False)
+        most = 1 if body.parallel_tool_calls is False else None
+        params.structured_output.json_schema = calls_schema(functions, most)
         return Tools(tools, required=True)
     name = choice.function.name
     if name not in functions:
         what = f"{json.dumps(name[:64])} is no tool of this call"
         raise InvalidField("tool_choice.function.name", what)
-    arguments = functions[name].get("parameters") or _ANY_ARGUMENTS
-    params.structured_output.json_schema = json.dumps(arguments, ensure_ascii=False)
+    params.structured_output.json_schema = json.dumps(_arguments(functions[name]))
     return Tools(tools, named=name)
 
 
-def _of_calls(functions: Any, most: int | None) -> dict[str, Any]:
-    """Return the schema of a list of calls."""
-    definitions: dict[str, dict[str, Any]] = {}
-    calls = []
-    for function in functions:
-        arguments = dict(function.get("parameters") or _ANY_ARGUMENTS)
-        for member in _DEFINITIONS:
-            _hoist(member, arguments.pop(member, None) or {}, definitions)
+def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the functions by name; raise `InvalidField` if one cannot be called."""
+    functions = {one["function"]["name"]: one["function"] for one in tools}
+    if len(functions) < len(tools):
+        raise InvalidField("tools", "must have different names")
+    for number, function in enumerate(functions.values()):
+        if not _are_members((function.get("parameters") or {}).get("type", "object")):
+            place = f"tools[{number}].function.parameters.type"
+            raise InvalidField(place, "must be object: a call has its arguments by name")
+    return functions
+
+
+def calls_schema(functions: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
+    """Return the schema of a list of calls, in JSON.
+
+    Each function's parameters are a definition of their own, with references that lead into it.
+    """
+    definitions, calls = {}, []
+    for number, (name, function) in enumerate(functions.items()):
+        place = f"/$defs/{number}"
+        definitions[str(number)] = arguments = _arguments(function)
+        refer_below(arguments, place)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": function["name"]}, "parameters": arguments},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#{place}"}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
         )
     bounds = {"minItems": 1} if most is None else {"minItems": 1, "maxItems": most}
-    return {**definitions, "type": "array", "items": {"anyOf": calls}, **bounds}
+    schema = {"$defs": definitions, "type": "array", "items": {"anyOf": calls}, **bounds}
+    return json.dumps(schema, ensure_ascii=False)
 
 
-def _hoist(member: str, schemas: Any, definitions: dict[str, dict[str, Any]]) -> None:
-    """Move a tool's definitions to the root, where references find them."""
-    if not isinstance(schemas, dict):
-        raise InvalidField("tools", f"have {member} that are no object")
-    known = definitions.setdefault(member, {})
-    for name, schema in schemas.items():
-        if known.setdefault(name, schema) != schema:
-            raise InvalidField("tools", f"have different definitions of {name}")
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments, an object, without words for the model."""
+    try:
+        schema = without_annotations(function.get("parameters") or _NO_ARGUMENTS)
+    except RecursionError:
+        raise InvalidField("tools", "have parameters that are nested too deeply") from None
+    if not _COMBINING & schema.keys():
+        schema["type"] = "object"
+    return schema
+
+
+def _are_members(types: Any) -> bool:
+    """Return whether the type of parameters allows an object."""
+    return types == "object" or (isinstance(types, list) and "object" in types)

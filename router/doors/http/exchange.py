@@ -11,6 +11,7 @@ from typing import Any, Final
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.net.allocator import LARGE_BYTES
+from kvrelay.net.door_rules import MethodRule
 from kvrelay.observe.trace_context import HEADER
 from kvrelay.router.doors.http.bodies import CLOSE, Bodies, decode_body, take_rest, too_large
 from kvrelay.router.doors.http.errors import ErrorAnswer, HttpError
@@ -36,9 +37,11 @@ class Exchange:
         scope: the call's ASGI scope.
         receive: the call's ASGI receive function.
         send: the call's ASGI send function.
+        rule: the rule of its path.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, rule: MethodRule) -> None:
+        self._rule = rule
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -49,6 +52,11 @@ class Exchange:
         """The call's id for its client's logs: the x-request-id that it sent, or a new one."""
         self.body_bytes = 0
         """The body's size, once it was read."""
+        host, port = scope.get("client") or ("", 0)
+        self.connection = f"{host}:{port}"
+        """The client's address."""
+        self.turn = self.connection
+        """The caller in whose turn the call is served, once it is known."""
 
     def headers(self, name: bytes) -> Sequence[str]:
         """Return the values of a header."""
@@ -94,7 +102,7 @@ class Exchange:
         if length and int(length[0]) > 2 * bodies.most_bytes:
             raise too_large(bodies.most_bytes)
         try:
-            async with bodies.receipts.bounded():
+            async with bodies.receipts.bounded(self.turn, self._rule.receive_seconds):
                 body = await self._read(bodies.most_bytes)
                 encoding = ", ".join(self.headers(b"content-encoding"))
                 body = await decode_body(body, encoding, bodies.most_bytes)

@@ -22,12 +22,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrelay.router.access.auth import HEADER, Refusal, check_right, identify
+from kvrelay.net.door_rules import HTTP, MethodAccess, MethodRule
+from kvrelay.net.receiving import OpenCalls
+from kvrelay.router.access.auth import HEADER, Refusal, check_access, identify
 from kvrelay.router.access.token_file import Tokens
 from kvrelay.router.admission.admission import Admission
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.admission.session_adoption import SessionAdoption
-from kvrelay.router.callers import ANYBODY, Caller, Right
+from kvrelay.router.callers import ANYBODY, Caller
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.http import openapi
 from kvrelay.router.doors.http.answers import ChatStyle, CompletionStyle
@@ -60,7 +62,7 @@ from kvrelay.router.doors.http.protocol import (
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
-from kvrelay.router.errors import RequestError, Unavailable, UnknownModel
+from kvrelay.router.errors import RequestError, TooManyCalls, Unavailable, UnknownModel
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.sessions import Sessions
@@ -120,19 +122,25 @@ class _Path:
     method: str
     """The method; GET includes HEAD, except for a stream."""
     handler: Callable[..., Awaitable[None]]
-    right: Right | None = None
-    """The right that the caller must have; None: a token is enough."""
     answers: Sequence[str] = (openapi.JSON,)
     """The media types of good answers; empty: an answer is only a status."""
-    open: bool = False
-    """Whether anybody may call it; its handler is then not told who calls."""
     link: openapi.OperationLink | None = None
+
+    @property
+    def rule(self) -> MethodRule:
+        """The rule of its calls."""
+        return HTTP.methods[f"{self.method} {self.path}"]
+
+    @property
+    def open(self) -> bool:
+        """Whether anybody may call it; its handler is then not told who calls."""
+        return self.rule.access is MethodAccess.ANYBODY
 
     def route(self, behind: Behind) -> Route:
         """Return the path as a route of Starlette."""
-        handler: Any = _Open(self.handler)
+        handler: Any = _Open(self.handler, self.rule)
         if not self.open:
-            handler = _Endpoint(self.path, self.handler, behind, self.right)
+            handler = _Endpoint(self.path, self.handler, behind, self.rule)
         made = Route(self.path, handler, methods=[self.method])
         # Starlette adds HEAD to GET, which would follow a stream.
         has_head = self.method == "GET" and self.answers != (openapi.EVENTS,)
@@ -155,24 +163,24 @@ def _paths(door: _Door) -> Sequence[_Path]:
     opened = openapi.OperationLink("/v1/sessions/{session}", "DELETE", "session", "/id")
     listed = openapi.OperationLink("/v1/models/{model}", "GET", "model", "/data/0/id")
     return [
-        _Path("/v1/completions", "POST", door.completions, Right.GENERATE, either),
-        _Path("/v1/chat/completions", "POST", door.chat_completions, Right.GENERATE, either),
-        _Path("/v1/sessions", "POST", door.open_session, Right.GENERATE, link=opened),
-        _Path("/v1/sessions", "GET", door.list_sessions, Right.GENERATE),
-        _Path("/v1/sessions/{session:path}", "DELETE", door.close_session, Right.GENERATE),
-        _Path("/tokenize", "POST", door.tokenize, Right.GENERATE),
-        _Path("/detokenize", "POST", door.detokenize, Right.GENERATE),
+        _Path("/v1/completions", "POST", door.completions, either),
+        _Path("/v1/chat/completions", "POST", door.chat_completions, either),
+        _Path("/v1/sessions", "POST", door.open_session, link=opened),
+        _Path("/v1/sessions", "GET", door.list_sessions),
+        _Path("/v1/sessions/{session:path}", "DELETE", door.close_session),
+        _Path("/tokenize", "POST", door.tokenize),
+        _Path("/detokenize", "POST", door.detokenize),
         _Path("/tokenizer_info", "GET", door.tokenizer_info),
         _Path("/v1/models", "GET", door.models, link=listed),
         _Path("/v1/models/{model:path}", "GET", door.models),
         _Path("/version", "GET", door.version),
-        _Path("/metrics", "GET", door.metrics, Right.ADMIN, text),
-        _Path("/live", "GET", door.live, Right.ADMIN, (openapi.EVENTS,)),
+        _Path("/metrics", "GET", door.metrics, text),
+        _Path("/live", "GET", door.live, (openapi.EVENTS,)),
         _Path(openapi.PATH, "GET", door.openapi),
-        _Path("/", "GET", door.page, answers=("text/html",), open=True),
-        _Path("/health", "GET", door.health, answers=(), open=True),
-        _Path("/ping", "GET", door.health, answers=(), open=True),
-        _Path("/ping", "POST", door.health, answers=(), open=True),
+        _Path("/", "GET", door.page, answers=("text/html",)),
+        _Path("/health", "GET", door.health, answers=()),
+        _Path("/ping", "GET", door.health, answers=()),
+        _Path("/ping", "POST", door.health, answers=()),
     ]
 
 
@@ -197,19 +205,21 @@ class _Endpoint:
         path: the path's name in metrics.
         handler: the path's handler.
         behind: what the door serves.
-        right: the right that the caller must have; None: a token is enough.
+        rule: the path's rule.
     """
 
-    def __init__(self, path: str, handler: Handler, behind: Behind, right: Right | None) -> None:
+    def __init__(self, path: str, handler: Handler, behind: Behind, rule: MethodRule) -> None:
         self._path = path
         self._handler = handler
         self._tokens = behind.tokens
-        self._right = right
+        self._rule = rule
+        self._open = OpenCalls(rule)
         self._metrics = behind.metrics
         self._seconds = behind.config.read_timeout
+        self._retry_after_ms = behind.config.retry_after_ms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._rule)
         status = CLIENT_GONE
         try:
             failed = await self._handle(exchange)
@@ -221,7 +231,12 @@ class _Endpoint:
         """Answer the call; return the error that the client was told, in mid-stream or before."""
         close = False
         try:
-            await self._handler(exchange, self._caller(exchange))
+            caller = self._caller(exchange)
+            exchange.turn = caller.turn
+            with self._open.one_more(caller.turn) as refusal:
+                if refusal:
+                    raise TooManyCalls(refusal, self._retry_after_ms)
+                await self._handler(exchange, caller)
         except ClientGone:
             return ErrorAnswer(CLIENT_GONE, b"")
         except (RequestError, Refusal) as error:
@@ -238,21 +253,21 @@ class _Endpoint:
 
     def _caller(self, exchange: Exchange) -> Caller:
         if self._tokens is None:
-            return ANYBODY
+            return ANYBODY.at(exchange.connection)
         caller = identify(self._tokens(), exchange.headers(HEADER.encode()))
-        if self._right is not None:
-            check_right(caller, self._right)
-        return caller
+        check_access(caller, self._rule)
+        return caller.at(exchange.connection)
 
 
 class _Open:
     """A handler as an ASGI application for anybody."""
 
-    def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
+    def __init__(self, handler: Callable[[Exchange], Awaitable[None]], rule: MethodRule) -> None:
         self._handler = handler
+        self._rule = rule
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(Exchange(scope, receive, send))
+        await self._handler(Exchange(scope, receive, send, self._rule))
 
 
 class _Door:
@@ -309,7 +324,7 @@ class _Door:
 
     async def list_sessions(self, exchange: Exchange, caller: Caller) -> None:
         """GET /v1/sessions: the caller's sessions, as GetSessions tells of them."""
-        states = self._behind.info.sessions(caller)
+        states = await self._behind.info.sessions(caller)
         # Thousands of them take a while, in which others' tokens would wait.
         await exchange.answer(await asyncio.to_thread(_session_list, states))
 
@@ -322,11 +337,12 @@ class _Door:
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """POST /tokenize: token ids of a text, or of a conversation."""
         body = await self._body(exchange)
-        await _send(exchange, await self._tokenizing.tokenize(body, exchange.body_bytes))
+        await _send(exchange, await self._tokenizing.tokenize(caller, body, exchange.body_bytes))
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """POST /detokenize: the text of token ids."""
-        await _send(exchange, await self._tokenizing.detokenize(await self._body(exchange)))
+        body = await self._body(exchange)
+        await _send(exchange, await self._tokenizing.detokenize(caller, body))
 
     async def tokenizer_info(self, exchange: Exchange, caller: Caller) -> None:
         """GET /tokenizer_info: special tokens and the chat template."""

@@ -18,18 +18,20 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from kvrelay.net.door_rules import HTTP
 from kvrelay.net.tls import TlsFiles, server_context
 from kvrelay.router.doors.http.http_parser import PlainHttpParser
 
 _log = logging.getLogger(__name__)
-MOST_CONNECTIONS: Final = 4096
+MOST_CONNECTIONS: Final = HTTP.most_connections or 0
 """The most connections of a listener.
 
 One more ends the oldest handshake or the oldest idle connection, from the larger group.
 """
-HEAD_SECONDS: Final = 10.0
+HEAD_SECONDS: Final = HTTP.begin_seconds
 """The time in which a request's head must arrive, and a TLS handshake must end."""
-_MOST_HEAD_BYTES: Final = 64 << 10
+_MOST_HEAD_BYTES: Final = HTTP.most_head_bytes
+_MOST_TRAILER_BYTES: Final = 8 << 10
 _MOST_PIPELINED: Final = 8
 """The most calls that a client may send before the previous one is answered."""
 _FRAMING: Final = 4
@@ -73,6 +75,8 @@ class _Connection(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._in_head = True
         self._message_bytes = 0  # since its first one
+        self._trailer_bytes = 0
+        self._idles_until = 0.0  # on the loop's clock
         self._served: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -99,13 +103,30 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()
         elif not self.transport.is_closing():
             super().data_received(data)
+            self._go_on_idling()
+
+    def _go_on_idling(self) -> None:
+        """Set the timer again if what came has begun no call, as empty lines do not."""
+        if self in self._bounds.idle and self._head_timer is None:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_at(
+                self._idles_until, self.timeout_keep_alive_handler
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._message_bytes = True, 0
+        self._in_head, self._message_bytes, self._trailer_bytes = True, 0, 0
         self.scope["extensions"] = {"kvrelay.abort": {"call": self.transport.abort}}
         if self._head_timer is None:
             self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value)  # nobody reads them
+        if self._trailer_bytes > _MOST_TRAILER_BYTES:
+            self.transport.abort()
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= _MOST_PIPELINED:
@@ -130,6 +151,7 @@ class _Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._bounds.idle[self] = None
+            self._idles_until = self.loop.time() + self.timeout_keep_alive
         if self._flush_timer is None:
             self._await_flush()
 
@@ -146,6 +168,8 @@ class _Connection(HttpToolsProtocol):
         self._flush_timer = None
         if self._unsent_bytes:
             self._flush_timer = self.loop.call_later(self._bounds.flush_seconds, self._look)
+        elif not self.transport.is_closing():  # the timer may have passed meanwhile
+            self._go_on_idling()
 
     def _look(self) -> None:
         if self.transport.get_write_buffer_size() >= self._unsent_bytes:

@@ -15,7 +15,6 @@ from typing import Final
 from google.protobuf.json_format import MessageToDict
 
 from kvrelay.router.callers import Caller
-from kvrelay.router.doors.http.errors import HttpError
 from kvrelay.router.doors.http.exchange import ClientGone, Exchange
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
@@ -25,8 +24,6 @@ _SECONDS: Final = 0.25
 """The time between two looks at the requests; changes are sent."""
 _LOOKS: Final = 4
 """The looks at the requests from one event about the cluster to the next."""
-MOST_VIEWERS: Final = 16
-"""The most viewers at a time; each costs the router some milliseconds a second."""
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -71,10 +68,8 @@ class LivePage:
     async def stream(self, exchange: Exchange, caller: Caller) -> None:
         """Send the state of the cluster each second, and that of its requests more often.
 
-        It ends when the client has left. Raises HttpError if there are too many viewers.
+        It ends when the client has left.
         """
-        if self._progress.viewers >= MOST_VIEWERS:
-            raise HttpError(429, "rate_limit_error", f"{MOST_VIEWERS} others look at the live page")
         with self._progress.watching():
             await exchange.unless_gone(self._send(exchange, caller))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvrelay.router.admission.sampling_params import check_token_ids
 from kvrelay.router.admission.served_tokenizer import MAX_TEXT_TOKENS, Texts
+from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.http.chat_prompt import read_chat
 from kvrelay.router.doors.http.json_body import read_body
@@ -40,7 +41,7 @@ class Tokenizing:
         self._template = template
         self._special_tokens = special_tokens_of(config.model_path)
 
-    async def tokenize(self, members: dict[str, Any], body_bytes: int) -> Answer:
+    async def tokenize(self, caller: Caller, members: dict[str, Any], body_bytes: int) -> Answer:
         """Return the token ids of a text or a conversation."""
         body: TokenizeChatRequest | TokenizeCompletionRequest
         if members.get("messages") is not None:
@@ -48,14 +49,14 @@ class Tokenizing:
             self._check_model(body.model)
             chat = read_chat(body, body_bytes, self._texts, self._template, body.tools)
             limits = self._fleet.limits()
-            ids = await self._texts.threads.run(chat.num_bytes, chat.input_ids, limits)
+            ids = await self._texts.threads.run(caller.turn, chat.num_bytes, chat.input_ids, limits)
         else:
             body = read_body(TokenizeCompletionRequest, members)
             self._check_model(body.model)
             limits = self._fleet.limits()
             num_bytes, add = len(body.prompt.encode()), body.add_special_tokens is not False
             ids = await self._texts.tokenize(
-                "prompt", body.prompt, num_bytes, add_special_tokens=add
+                caller.turn, "prompt", body.prompt, num_bytes, add_special_tokens=add
             )
         names = None
         if body.return_token_strs:
@@ -67,7 +68,7 @@ class Tokenizing:
             "token_strs": names,
         }
 
-    async def detokenize(self, members: dict[str, Any]) -> Answer:
+    async def detokenize(self, caller: Caller, members: dict[str, Any]) -> Answer:
         """Return the text of token ids."""
         body = read_body(DetokenizeRequest, members)
         self._check_model(body.model)
@@ -78,7 +79,9 @@ class Tokenizing:
                 "tokens", f"has {len(ids)} tokens; the router takes {MAX_TEXT_TOKENS}"
             )
         skip = bool(body.skip_special_tokens)
-        text = await self._texts.detokenize(list(ids), 4 * len(ids), skip_special_tokens=skip)
+        text = await self._texts.detokenize(
+            caller.turn, list(ids), 4 * len(ids), skip_special_tokens=skip
+        )
         return {"prompt": text}
 
     def info(self) -> Answer:

@@ -7,14 +7,15 @@ import contextlib
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
 
-from kvrelay.net import receiving
+from kvrelay.net.door_rules import HTTP, MethodRule
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.doors.http import http_listener
+from kvrelay.router.doors.http import bodies, http_listener
 from tests.certificates import Authority
 
 from ..cluster import Cluster
@@ -145,7 +146,8 @@ async def test_a_flood_is_hung_up_on(
 async def test_a_body_that_does_not_arrive(
     http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.2)
+    rule = replace(HTTP.methods["POST /v1/completions"], receive_seconds=0.2)
+    monkeypatch.setitem(cast("dict[str, MethodRule]", HTTP.methods), "POST /v1/completions", rule)
     async with counting(http_config) as (cluster, http), connection(cluster) as (reader, writer):
         writer.write(HEAD + b"content-length: 100\r\n\r\n{")
         assert (await until_closed(reader)).startswith(b"HTTP/1.1 408")
@@ -157,7 +159,7 @@ async def test_a_body_that_does_not_arrive(
 async def test_a_body_more_than_are_taken_ends_the_oldest(
     http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "MOST_RECEIVING", 2)
+    monkeypatch.setattr(bodies, "HTTP", replace(HTTP, most_receiving=2))
     head = HEAD + b"content-length: 100\r\n\r\n{"
     async with contextlib.AsyncExitStack() as stack:
         cluster, http = await stack.enter_async_context(counting(http_config))
@@ -187,3 +189,37 @@ async def test_the_longest_idle_connection_ends_for_a_new_one(
         assert not idle[1].at_eof()
         assert not busy.at_eof()
         assert await cluster.metric("kvrelay_http_connections") == 3
+
+
+async def test_trailers_are_no_headers_and_have_a_bound(
+    http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[int] = []
+    complete = http_listener._Connection.on_message_complete
+
+    def counted(one: http_listener._Connection) -> None:
+        heads.append(len(one.headers))
+        complete(one)
+
+    monkeypatch.setattr(http_listener._Connection, "on_message_complete", counted)
+    body = CHUNKED + b"%x\r\n" % len(STREAM) + STREAM + b"\r\n0\r\n"
+    async with counting(http_config) as (cluster, http):
+        async with connection(cluster) as (reader, writer):
+            writer.write(body + b"a: b\r\n" * 100 + b"\r\n")
+            async with asyncio.timeout(10):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert heads == [2], "the host and the encoding"
+        async with connection(cluster) as (reader, writer):
+            writer.write(body + b"a: b\r\n" * 5000 + b"\r\n")
+            assert await until_closed(reader) == b""
+        await is_served(http)
+
+
+async def test_empty_lines_after_an_answer_are_no_call(http_config: RouterConfig) -> None:
+    hasty = replace(http_config, http_keep_alive=1.0)
+    async with counting(hasty) as (cluster, _), connection(cluster) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"\r\n" * 1000)
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""

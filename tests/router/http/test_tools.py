@@ -15,8 +15,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
-from kvrelay.router.doors.http.chat_tools import _of_calls
+from kvrelay.router.doors.http.chat_tools import calls_schema
+from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.v1 import worker_pb2
+from kvrelay.wire.submit import StructuredOutput
+from tests.vocabularies import byte_vocabulary
 
 from ..cluster import Cluster, running
 from ..scripted_worker import ScriptedWorker, choices_of
@@ -220,13 +223,54 @@ async def test_an_output_with_a_form_has_no_reasoning(
             assert (message["reasoning"], message["content"]) == ("", '{"a": 1}')
 
 
-def test_definitions_of_tools_move_to_the_root() -> None:
-    parts = {"definitions": {"a": {"type": "integer"}}, "$defs": {"b": {}}}
-    tools = [{"name": name, "parameters": {"type": "object", **parts}} for name in ("one", "other")]
-    schema = _of_calls(tools, None)
-    assert {name: schema[name] for name in parts} == parts
-    for call in schema["items"]["anyOf"]:
-        assert call["properties"]["parameters"] == {"type": "object"}
+RECURSIVE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+SHARED = [
+    {"properties": {"x": {"$ref": "#/$defs/s"}}, "required": ["x"], "$defs": {"s": {"type": kind}}}
+    for kind in ("null", "boolean")
+]
+OTHER = {
+    "properties": {
+        "a": {"enum": ["y"], "description": "z" * 60_000},
+        "b": {"$ref": "#/properties/a"},
+    },
+    "required": ["b"],
+}
+WITH_ID = {"$id": "https://a/b", "properties": {"next": {"$ref": "https://a/b#"}}}
+PARAMETERS: dict[str, Any] = {
+    "list": RECURSIVE, "one": SHARED[0], "two": SHARED[1], "other": OTHER, "id": WITH_ID,
+    "none": None,
+}  # fmt: skip
+CALLED = [
+    ("list", '{"v":3,"next":{"v":4,"next":{"v":5}}}', True),
+    ("list", '{"v":3,"next":[{"name":"list","parameters":{"v":3}}]}', False),
+    ("one", '{"x":null}', True),
+    ("one", '{"x":true}', False),
+    ("two", '{"x":true}', True),
+    ("other", '{"a":"y","b":"y"}', True),
+    ("other", '{"b":"n"}', False),
+    ("id", '{"next":{"next":{}}}', True),
+    ("none", "{}", True),
+    ("none", '{"x":1}', False),
+]
+
+
+def test_a_required_call_has_arguments_by_its_own_schema() -> None:
+    """References lead into their own tool, and what is for people does not count."""
+    functions = {name: {"parameters": schema} for name, schema in PARAMETERS.items()}
+    schema = calls_schema(functions, None)
+    assert len(schema) < 4096
+    compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(json_schema=schema))
+    for name, arguments, is_good in CALLED:
+        text = f'[{{"name":"{name}","parameters":{arguments}}}]'
+        matcher = compiled.deep_copy()
+        taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+        assert taken is is_good, text
+    assert PARAMETERS["id"] == WITH_ID, "what the template is shown stays as it was"
 
 
 async def test_a_tool_that_must_be_called(
@@ -280,9 +324,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": BAD}], "tool_choice": "required"}, "tools"),
     *(
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {member: [1]}}}],
-          "tool_choice": "required"}, "tools")
-        for member in ("$defs", "definitions")
+        ({"tools": [TIME, {**TIME, "function": {"name": "f", "parameters": {"type": kind}}}],
+          "tool_choice": choice}, "tools[1].function.parameters.type")
+        for kind in ("string", ["null", "array"], 1) for choice in ("auto", "required")
     ),
 ]  # fmt: skip
 

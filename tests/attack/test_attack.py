@@ -13,6 +13,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.attack.bounds import BOUNDS
+from tests.attack.cases import CASES
+from tests.attack.watched import attackers, watcher
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.load import Load, check, make_cases
 
@@ -46,7 +49,7 @@ def targets(chaos: ChaosCluster) -> list[str]:
 async def attacked(arguments: Sequence[str], counts: dict[str, int]) -> AsyncIterator[None]:
     """The attack goes on as long as this context; then `counts` has what it has done."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.chaos.attack", *arguments),
+        *(sys.executable, "-m", "tests.attack.grpc_attack", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -124,14 +127,43 @@ async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
     print(f"MiB above idle {highest}, above the first half {grown}")  # noqa: T201
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_a_short_attack(ray, tiny):
+async def attack_by_each(chaos: ChaosCluster, seconds: float) -> None:
+    """Attack in each way for so long, and hold what another caller saw to the attack's bounds."""
+    workers, router = dict(chaos.cluster.workers), chaos.router
+    pids = {"router": router.pid} | {name: one.pid for name, one in workers.items()}
+    problems = []
+    async with (
+        attackers(router.address, router.http_address) as crowd,
+        watcher(router.address, router.http_address, pids) as watching,
+    ):
+        for name in CASES:
+            async with crowd.attacking(name):
+                seen = await watching.watch(name, seconds)
+            problems += seen.beyond(name)
+            print(name, seen)  # noqa: T201
+    assert not problems
+    assert dict(chaos.cluster.workers) == workers, "a worker was replaced"
+    assert router.alive
+    await chaos.until_at_rest()
+
+
+def test_every_attack_has_bounds() -> None:
+    assert list(CASES) == list(BOUNDS), "the table tells of what is shown"
+
+
+async def test_short_attacks(ray, tiny):
     async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
-        await attack(chaos, 8.0, 200)
+        await attack_by_each(chaos, 0.4)
+
+
+@pytest.mark.slow
+async def test_attacks_of_ten_seconds(ray, tiny):
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
+        await attack_by_each(chaos, 10.0)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_an_attack_of_two_minutes(ray, tiny):
+async def test_all_of_them_for_two_minutes(ray, tiny):
     async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
         await attack(chaos, 120.0, 2000)

@@ -1,6 +1,6 @@
 """What a hostile network does to a cluster, from a process of its own.
 
-`python -m tests.chaos.attack --router HOST:PORT --worker HOST:PORT --metrics HOST:PORT
+`python -m tests.attack.grpc_attack --router HOST:PORT --worker HOST:PORT --metrics HOST:PORT
 --http HOST:PORT` attacks these ports until its input ends, then prints as JSON what it has done
 and how it was answered. It speaks HTTP/2 by itself where gRPC's client would not do what it does.
 """
@@ -25,10 +25,10 @@ import grpc
 
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
-from tests.chaos.http_attack import HttpAttack
+from tests.attack.http2 import PREFACE, call_headers, frame
+from tests.attack.http_attack import HttpAttack
 
 MIB = 1 << 20
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 GENERATE = "/kvrelay.v1.InferenceService/Generate"
 ATTACH = "/kvrelay.v1.WorkerService/Attach"
 HAND_OVER = "/kvrelay.v1.HandOverService/HandOver"
@@ -39,23 +39,6 @@ PAUSE_SECONDS = 0.5
 STREAMS = 50
 """Half-open ones on one connection."""
 SLOW_READERS = 8
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame of HTTP/2."""
-    return len(payload).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def call_headers(path: str) -> bytes:
-    """The header block of a gRPC call, without any compression."""
-
-    def text(value: str) -> bytes:
-        return bytes([len(value)]) + value.encode()
-
-    fields = b"\x83\x86"  # POST, http
-    fields += b"\x04" + text(path) + b"\x01" + text("localhost")
-    fields += b"\x0f\x10" + text("application/grpc")
-    return fields + b"\x00" + text("te") + text("trailers")
 
 
 def half_open(path: str) -> bytes:

@@ -1,0 +1,260 @@
+"""JSON schemas as they are enforced: what clients mean, in keywords that the compiler knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from kvrelay.text.regex_classes import ascii_classes
+
+OF_NAMES: Final = ("$defs", "definitions", "properties", "patternProperties")
+"""The keywords whose values map names to schemas.
+
+Definitions come first: an error in one is found there, and not where they are referred to.
+"""
+OF_LISTS: Final = ("prefixItems", "anyOf", "oneOf", "allOf")
+SINGLE: Final = ("items", "additionalProperties", "not", "if", "then", "else")
+_OBJECT: Final = frozenset(
+    {
+        *("properties", "patternProperties", "additionalProperties", "required"),
+        *("minProperties", "maxProperties"),
+    }
+)
+_COMBINING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", "not", "const", "enum"})
+_ANNOTATIONS: Final = frozenset(
+    {
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
+        *("writeOnly", "$comment", "contentMediaType", "contentEncoding", "x-guidance"),
+    }
+)
+_FORMATS: Final = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "uuid", "uri"),
+    }
+)
+"""The formats that the compiler enforces; any other is an annotation."""
+_LARGEST: Final = 10**15
+_SMALLEST: Final = 1e-10
+"""The bounds of numbers that a schema leaves open: without them digits could go on for ever."""
+_NARROW: Final = 1e-6
+_ANY: Final = "any-value"
+
+
+def enforced(schema: str) -> str:
+    """A schema in the form that the compiler enforces.
+
+    Unknown formats and the compiler's own options are annotations. An object with `properties` is
+    closed, unless it says otherwise or is only a part of one. Numbers have a bounded number of
+    digits.
+
+    Raises:
+        ValueError: it is no JSON, or no schema.
+        RecursionError: it is nested too deeply.
+    """
+    root = json.loads(schema)
+    if root is True:
+        root = {}
+    if not isinstance(root, dict):
+        raise ValueError("expected an object")
+    schemas = list(_all(root))
+    parts = _parts(schemas, root)
+    has_any = False
+    can_refer = not any("$id" in one for one in schemas if one is not root)
+    for one in schemas:
+        _read_annotations(one)
+        if id(one) in parts:
+            continue
+        _close(one)
+        _bound_numbers(one)
+        has_any |= can_refer and _name_any(one)
+    if can_refer and not (root.keys() - _ANNOTATIONS - {"$defs", "definitions", "$schema", "$id"}):
+        root["$ref"] = f"#/$defs/{_ANY}"
+        has_any = True
+    if has_any:
+        root["$defs"] = {**root.get("$defs", {}), _ANY: _any_value()}
+    return json.dumps(root, ensure_ascii=False)
+
+
+def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a schema without texts that are for people and models alone.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    for one in _all(copy):
+        for name in _ANNOTATIONS & one.keys():
+            del one[name]
+    return copy
+
+
+def refer_below(schema: dict[str, Any], place: str) -> None:
+    """Change the references of a schema to where they lead once it lies at `place` in another.
+
+    Args:
+        schema: the schema, a root until now; it is changed.
+        place: a JSON pointer into the other one.
+    """
+    own = schema.pop("$id", None)
+    for one in _all(schema):
+        target = one.get("$ref")
+        if not isinstance(target, str):
+            continue
+        if isinstance(own, str) and target.startswith(own):
+            target = target.removeprefix(own) or "#"
+        if target == "#" or target.startswith("#/"):
+            one["$ref"] = f"#{place}{target[1:]}"
+
+
+def steps_in(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the schemas directly inside one, each with the steps that lead to it."""
+    for name in OF_NAMES:
+        members = schema.get(name)
+        if isinstance(members, dict):
+            yield from (((name, key), one) for key, one in members.items())
+    for name in OF_LISTS:
+        members = schema.get(name)
+        if isinstance(members, list):
+            yield from (((name, str(number)), one) for number, one in enumerate(members))
+    for name in SINGLE:
+        if name in schema:
+            yield (name,), schema[name]
+
+
+def _all(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all inside it; a reference is not followed."""
+    waiting = [root]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting += [inner for _, inner in steps_in(one) if isinstance(inner, dict)]
+
+
+def _parts(schemas: list[dict[str, Any]], root: dict[str, Any]) -> set[int]:
+    """The ids of schemas that are parts of a value's schema: another one holds beside each.
+
+    What such a schema does not name, the other may name. So it is left as it is.
+    """
+    waiting = []
+    for one in schemas:
+        conditions = len(one.get("allOf") or ()) + sum(
+            name in one for name in ("anyOf", "oneOf", "$ref")
+        )
+        if conditions + bool(_OBJECT & one.keys()) > 1 or "if" in one or "not" in one:
+            waiting.append(one)
+    found: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found:
+            continue
+        found.add(id(one))
+        inner = [part for name in ("allOf", "anyOf", "oneOf") for part in one.get(name) or ()]
+        inner += [one.get(name) for name in ("if", "then", "else", "not")]
+        inner.append(_target(one, root))
+        waiting += [part for part in inner if isinstance(part, dict)]
+    return found
+
+
+def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    """The schema that one refers to; None: none that is known here."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+        return None
+    found: Any = root
+    for step in reference.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict):
+            found = found.get(name)
+        else:
+            return None
+    return found
+
+
+def _read_annotations(schema: dict[str, Any]) -> None:
+    """Remove what is no condition, and read the classes of patterns as ASCII."""
+    schema.pop("x-guidance", None)
+    if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
+        del schema["format"]
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = ascii_classes(schema["pattern"])
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Let an object have no members but those that its schema names."""
+    named = schema.get("properties")
+    if not isinstance(named, dict) or _COMBINING & schema.keys():
+        return
+    if "additionalProperties" in schema or "unevaluatedProperties" in schema:
+        return
+    required, least = schema.get("required", ()), schema.get("minProperties", 0)
+    if isinstance(required, list) and any(name not in named for name in required):
+        return
+    if least == 0 or (isinstance(least, int) and least <= len(named)):
+        schema["additionalProperties"] = False
+
+
+def _allows(schema: dict[str, Any], *types: str) -> bool:
+    """Whether a schema names one of these types."""
+    named = schema.get("type")
+    return named in types if isinstance(named, str) else bool(set(named or ()) & set(types))
+
+
+def _bound_numbers(schema: dict[str, Any]) -> None:
+    """Bound the digits of a number that has none of the bounds."""
+    if not _allows(schema, "number", "integer") or _COMBINING & schema.keys():
+        return
+    lower = _number(schema, "minimum", "exclusiveMinimum")
+    upper = _number(schema, "maximum", "exclusiveMaximum")
+    if upper is None and "maximum" not in schema and (lower is None or lower < _LARGEST):
+        upper = schema["maximum"] = _LARGEST
+    if lower is None and "minimum" not in schema and (upper is None or upper > -_LARGEST):
+        lower = schema["minimum"] = -_LARGEST
+    is_wide = lower is not None and upper is not None and upper - lower > _NARROW
+    if is_wide and _allows(schema, "number") and "multipleOf" not in schema:
+        schema["multipleOf"] = _SMALLEST
+
+
+def _number(schema: dict[str, Any], *names: str) -> float | None:
+    found = [schema[name] for name in names if type(schema.get(name)) in (int, float)]
+    return found[0] if found else None
+
+
+def _name_any(schema: dict[str, Any]) -> bool:
+    """Refer to a value of any type where a schema allows one; return whether it does."""
+    if _COMBINING & schema.keys() - {"anyOf", "oneOf"}:
+        return False
+    to_any, used = {"$ref": f"#/$defs/{_ANY}"}, False
+    for steps, inner in list(steps_in(schema)):
+        if inner is not True and not (isinstance(inner, dict) and not inner.keys() - _ANNOTATIONS):
+            continue
+        if len(steps) == 1:
+            schema[steps[0]], used = to_any, True
+        elif isinstance(schema[steps[0]], dict):
+            schema[steps[0]][steps[1]], used = to_any, True
+    if _allows(schema, "object") and "additionalProperties" not in schema:
+        schema["additionalProperties"], used = to_any, True
+    if _allows(schema, "array") and "items" not in schema:
+        schema["items"], used = to_any, True
+    return used
+
+
+def _any_value() -> dict[str, Any]:
+    """The schema of a value of any type."""
+    itself = {"$ref": f"#/$defs/{_ANY}"}
+    number: dict[str, Any] = {"type": "number"}
+    _bound_numbers(number)
+    others: list[dict[str, Any]] = [{"type": name} for name in ("null", "boolean", "string")]
+    return {
+        "anyOf": [
+            *others,
+            number,
+            {"type": "array", "items": itself},
+            {"type": "object", "additionalProperties": itself},
+        ]
+    }
