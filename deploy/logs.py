@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -81,6 +82,8 @@ def set_up_log(level: int, form: LogFormat, **process: str) -> None:
         form: the format of each message.
         process: the process's own fields in each JSON message, such as the worker's name.
     """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray marks workers' lines in files, too
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if form is LogFormat.TEXT else JsonFormatter(process))
     logging.basicConfig(level=level, handlers=[handler])

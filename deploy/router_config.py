@@ -10,6 +10,7 @@ from kvrelay.router.config import RouterConfig, RouterOptions
 
 def router_config(options: ServeOptions, model: ModelFolder) -> RouterConfig:
     """Return the router's part of the options."""
+    asked = values_for(RouterOptions, options)
     return RouterConfig(
         model_name=model.name,
         model_path=model.path,
@@ -22,5 +23,5 @@ def router_config(options: ServeOptions, model: ModelFolder) -> RouterConfig:
         worker_tls=options.cluster_tls,
         front_tls=options.front_tls,
         admin_tls=options.admin_tls,
-        **values_for(RouterOptions, options),
+        **{**asked, "chat_template": options.chat_template or model.chat_template},
     )

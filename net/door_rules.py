@@ -18,6 +18,8 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 """The largest message between router and workers; well above what a router takes from a client."""
 HANDSHAKE_SECONDS: Final = 10.0
 """The time in which a peer must begin to speak gRPC or HTTP, or end its TLS handshake."""
+HTTP_IDLE_SECONDS: Final = 75.0
+"""The default of `--http-keep-alive`: longer than proxies keep connections, mostly 60 s."""
 IDLE_SECONDS: Final = 60.0
 """The time that a client's connection may be without a call."""
 
@@ -101,7 +103,7 @@ _CONTROLLER: Final = "/kvrelay.v1.ControllerService/"
 _WORKER: Final = "/kvrelay.v1.WorkerService/"
 _HAND_OVER: Final = "/kvrelay.v1.HandOverService/"
 _HEALTH: Final = "/grpc.health.v1.Health/"
-_REFLECTION: Final = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+_REFLECTION: Final = ".ServerReflection/ServerReflectionInfo"
 
 _LIVE: Final = MethodRule(
     MethodAccess.GENERATE,
@@ -128,9 +130,10 @@ _ASKED: Final = MethodRule(
 )
 _HEALTH_RULES: Final = {f"{_HEALTH}Check": _ASKED, f"{_HEALTH}Watch": _ASKED}
 _REFLECTED: Final = {
-    _REFLECTION: MethodRule(
+    f"/grpc.reflection.{version}{_REFLECTION}": MethodRule(
         MethodAccess.TOKEN, most_bytes=KIB, most_of_a_caller=8, most=64, stream_seconds=60.0
     )
+    for version in ("v1", "v1alpha")
 }
 _BEFORE_KNOWN: Final = "a head is read, and a token hashed"
 
@@ -257,6 +260,7 @@ HTTP: Final = ListenerRule(
     "a head is parsed, and a token hashed",
     most_connections=4096,
     most_head_bytes=64 * KIB,
+    idle_seconds=HTTP_IDLE_SECONDS,
     most_receiving_of_strangers=0,
 )
 """The router's listener for HTTP; no answer but a stream outlives `--read-timeout` unread."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvrelay.net.door_rules import HTTP_IDLE_SECONDS
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 from kvrelay.options.observing import ObservingOptions
@@ -67,11 +68,13 @@ class RouterOptions(ObservingOptions):
         Section.WORKERS,
     )
 
-    default_max_tokens: int = option(
-        256,
-        "The most output tokens of a request that does not set max_tokens.",
+    default_max_tokens: int | None = option(
+        None,
+        "The most output tokens of a request that does not set max_tokens. Unless this is given, a "
+        "chat may use what its prompt leaves of the context.",
         Section.REQUESTS,
         at_least=1,
+        shown_default="256, but not for chats",
     )
     max_live_requests: int = option(
         1024,
@@ -163,6 +166,15 @@ class RouterOptions(ObservingOptions):
         metavar="ORIGINS",
         shown_default="none",
     )
+    http_keep_alive: float = option(
+        HTTP_IDLE_SECONDS,
+        "The router closes a connection of --http that is idle between two calls for this long. A "
+        "proxy that keeps connections, mostly for 60 s, must close them first, or a call may meet "
+        "the end of its connection.",
+        Section.ACCESS,
+        at_least=1,
+        unit="seconds",
+    )
     max_attempts: int = option(
         3,
         "A request fails when one of its outputs has failed this often, because a worker was lost, "
@@ -178,8 +190,9 @@ class RouterOptions(ObservingOptions):
         unit="seconds",
     )
     worker_wait: float = option(
-        15.0,
-        "Seconds that a new request waits while no worker can take it and one is being replaced.",
+        300.0,
+        "The most seconds that a new request waits while no worker can take it and one is being "
+        "replaced: as long as a start may take.",
         Section.RECOVERY,
         at_least=0,
         unit="seconds",

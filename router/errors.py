@@ -7,7 +7,8 @@
     StartError                 one line for the operator; the process does not start
     RequestError               ends one request
     ├── InvalidField           INVALID_ARGUMENT, names the field
-    │   └── UnknownModel       the same
+    │   ├── UnknownModel       the same
+    │   └── ContextTooLong     the same
     ├── NotPermitted           PERMISSION_DENIED, names the field and the right
     ├── AlreadyExists          ALREADY_EXISTS
     ├── SessionExists          ALREADY_EXISTS
@@ -73,6 +74,18 @@ class UnknownModel(InvalidField):
 
     def __init__(self, served: str, asked: str) -> None:
         super().__init__("model", f"must be {served!r} or empty, got {asked!r}")
+
+
+class ContextTooLong(InvalidField):
+    """A prompt, or prompt and output together, for which the context has no room.
+
+    Clients that shorten a conversation and try again know it by its first words.
+    """
+
+    def __init__(self, field: str, most_tokens: int, problem: str) -> None:
+        super().__init__(
+            field, f"This model's maximum context length is {most_tokens} tokens. {problem}"
+        )
 
 
 class NotPermitted(RequestError):  # noqa: N818

@@ -51,6 +51,8 @@ class GenerationRequest:
     """The turn of a session that the request is; None: it is none."""
     grammar: Grammar | None = None
     """The grammar of its structured output."""
+    call_ids: tuple[str, ...] = ()
+    """Other ids by which its caller may abort it: those of the HTTP call that it is a part of."""
 
     @property
     def request_id(self) -> str:
@@ -74,11 +76,11 @@ class GenerationRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that a decode worker must be able to hold for each choice.
+        """Tokens that a decode worker must be able to hold for each choice: all but the last.
 
         The choices need not fit together: some are then retracted and go on later.
         """
-        return len(self.input_ids) + self.params.stops.max_tokens
+        return len(self.input_ids) + self.params.stops.max_tokens - 1
 
 
 def in_full_on(

@@ -15,6 +15,7 @@ from kvrelay.router.errors import (
     CannotRoll,
     CannotScale,
     CannotShift,
+    ContextTooLong,
     DataLoss,
     DeadlineExceeded,
     DeadlineTooNear,
@@ -43,6 +44,7 @@ from kvrelay.router.errors import (
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModel: grpc.StatusCode.INVALID_ARGUMENT,
+    ContextTooLong: grpc.StatusCode.INVALID_ARGUMENT,
     NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     SessionExists: grpc.StatusCode.ALREADY_EXISTS,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
@@ -22,6 +21,7 @@ from kvrelay.net.allocator import return_large_blocks
 from kvrelay.net.channels import front_server, worker_credentials
 from kvrelay.net.door_rules import GRPC, METRICS
 from kvrelay.net.health_service import HealthService
+from kvrelay.net.reflection import enable_reflection
 from kvrelay.net.tls import CurrentTls, TlsFileError, TlsFiles
 from kvrelay.observe.metrics_server import MetricsServer
 from kvrelay.observe.otlp import Fate, OtlpExporter, SpanCollector
@@ -325,8 +325,7 @@ class Router:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        shown = [_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(shown, server)
+        enable_reflection([_SERVICE, health.SERVICE_NAME], server)
         config = self._config
         self.grpc_address = await listen(
             undo, server, config.grpc_address, config.front_tls, "gRPC"
@@ -354,7 +353,11 @@ class Router:
             self._tokens,
         )
         host, port = host_and_port(address)
-        bounds = ConnectionBounds(2 * self._config.max_message_bytes, self._config.read_timeout)
+        bounds = ConnectionBounds(
+            2 * self._config.max_message_bytes,
+            self._config.read_timeout,
+            self._config.http_keep_alive,
+        )
         tls = self._config.front_tls
         try:
             listener = HttpListener(make_app(behind), host.strip("[]"), port, tls, bounds)

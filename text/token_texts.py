@@ -4,13 +4,60 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
 from tokenizers import Tokenizer
 
+from kvrelay.text.detokenizer import Detokenizer
+
 _BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _CACHED: Final = 1 << 16
+
+
+class TextLengths:
+    """A counter of the characters that each token of an output adds to its text.
+
+    A character of several tokens counts for the last one, so that all begin where it does.
+
+    Args:
+        tokenizer: only decodes here.
+        skip_special_tokens: whether the text leaves special tokens out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+
+    def __call__(self, token_id: int) -> int:
+        """Return the characters that the next token adds."""
+        return len(self._detokenizer.push(token_id))
+
+
+class LengthsInText:
+    """The same for the tokens of a known text; special tokens that it does not have add nothing.
+
+    Args:
+        tokenizer: only decodes here.
+        text: the text.
+        special: the special tokens' texts by id.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: str, special: Mapping[int, str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+        self._text = text
+        self._special = special
+        self._place = 0
+
+    def __call__(self, token_id: int) -> int:
+        """Return the characters that the next token adds."""
+        name = self._special.get(token_id)
+        if name is not None and not self._text.startswith(name, self._place):
+            return 0
+        length = len(self._detokenizer.push(token_id))
+        length = min(length, len(self._text) - self._place)
+        self._place += length
+        return length
 
 
 class TokenTexts:
@@ -28,13 +75,23 @@ class TokenTexts:
         self._byte_of = (
             _byte_alphabet() if '"ByteLevel"' in json.dumps(described["decoder"]) else {}
         )
-        self._added = {one["id"] for one in described.get("added_tokens") or []}
+        added = described.get("added_tokens") or []
+        self._added = {one["id"] for one in added}
+        self._special = {one["id"]: one["content"] for one in added if one["special"]}
         self._anchor = tokenizer.token_to_id("a")
         self.bytes_of = lru_cache(_CACHED)(self._bytes_of)
 
     def text_of(self, token_id: int) -> str:
         """The token's text."""
         return self.bytes_of(token_id).decode(errors="replace")
+
+    def lengths(self, *, skip_special_tokens: bool) -> TextLengths:
+        """Make a counter of the characters that tokens add to a text."""
+        return TextLengths(self._tokenizer, skip_special_tokens=skip_special_tokens)
+
+    def lengths_in(self, text: str) -> LengthsInText:
+        """Make a counter for the tokens of a text, to which the tokenizer may add special ones."""
+        return LengthsInText(self._tokenizer, text, self._special)
 
     def _bytes_of(self, token_id: int) -> bytes:
         """The token's bytes; none for an id that the tokenizer does not know."""

@@ -42,6 +42,8 @@ class WorkerState:
     """The revision of its options: 0 before the first roll."""
     model: str = ""
     """One hash of everything that it has loaded."""
+    last_end: str = ""
+    """Why its latest process that died did so; empty: none has, since this controller leads."""
 
 
 @dataclass(frozen=True, slots=True)

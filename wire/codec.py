@@ -214,7 +214,9 @@ def _tokens(name: str, default: Any) -> _Field:
 
 def _encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
     top = [inference_pb2.TokenLogprob(token_id=i, logprob=logprob) for i, logprob in token.top]
-    return inference_pb2.TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=top)
+    return inference_pb2.TokenLogprobs(
+        token_id=token.token_id, logprob=token.logprob, top=top, rank=token.rank
+    )
 
 
 # A named tuple's own constructor takes twice as long.
@@ -223,7 +225,7 @@ _top = functools.partial(tuple.__new__, TokenLogprob)
 
 def _decode_logprobs(message: inference_pb2.TokenLogprobs) -> SampledToken:
     top = tuple([_top((one.token_id, one.logprob)) for one in message.top])
-    return SampledToken(message.token_id, message.logprob, top)
+    return SampledToken(message.token_id, message.logprob, top, message.rank or None)
 
 
 def _oneof(oneof: Any, hint: Any, default: Any, optional: bool) -> _Field:

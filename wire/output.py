@@ -29,6 +29,8 @@ class SampledToken:
     """None if nobody asked for it."""
     top: tuple[TokenLogprob, ...] = ()
     """The likeliest tokens, likeliest first."""
+    rank: int | None = None
+    """The number of tokens that are at least as likely, itself included; of a prompt's alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,8 @@ class SubmitRequest:
     """The session whose turn it is; only sent to a worker that generates."""
     traceparent: str = ""
     """The attempt's span as a W3C traceparent, if the request is traced."""
+    open_ended: bool = False
+    """Whether `max_tokens` is only the room that was left, as the client has set none."""
 
     @property
     def choices(self) -> tuple[int, ...]:

@@ -40,6 +40,8 @@ def as_text(state: ClusterState) -> str:
         revision = f"revision {one.revision}  " if rolled else ""
         where = f"{revision}{where if one.incarnation else ''}"
         lines.append(f"  {one.name:<12} {phase:<10} {where}".rstrip())
+        if one.last_end:
+            lines.append(f"{'':<15}its last process died: {one.last_end}")
     return "\n".join(lines)
 
 

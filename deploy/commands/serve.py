@@ -124,7 +124,10 @@ def _run_cluster(
             check_name_is_free()
             model = with_digests(model, progress)
             stack.enter_context(offering(*checkpoints_of(model)))
-        asyncio.run(_serve(options, model, progress, signals, debug=debug))
+        died = asyncio.run(_serve(options, model, progress, signals, debug=debug))
+        if died:
+            ray.keep_logs()
+            progress.line(f"The logs of workers that died stay in {ray.logs}.")
         progress.line("Leaving Ray." if options.joins_ray else "Stopping Ray.")
 
 
@@ -156,7 +159,8 @@ async def _serve(
     signals: StopSignals,
     *,
     debug: bool,
-) -> None:
+) -> bool:
+    """Serve until a signal; return whether a worker has died meanwhile."""
     from kvrelay.deploy.deployment import deployed
 
     stopped = asyncio.Event()
@@ -168,4 +172,6 @@ async def _serve(
             for line in ready_lines(deployment, model, options):
                 progress.line(line)
             await stopped.wait()
+            state = await deployment.cluster.state()
             progress.line("Stopping the router and the workers.")
+    return any(worker.last_end for worker in state.workers)

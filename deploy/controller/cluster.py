@@ -272,6 +272,10 @@ class Cluster:
             self._members.remove_awaited(info)
         self._tell_all_of_deaths()
 
+    def worker_ended(self, name: str, why: str) -> None:
+        """Let operators see why the worker died."""
+        self._members.note_end(name, why)
+
     async def worker_removed(self, name: str) -> None:
         """Give the worker's place to the next worker, or back to Ray."""
         self._supervisors.pop(name, None)

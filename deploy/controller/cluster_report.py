@@ -39,6 +39,7 @@ def state_of(
 
 def _worker_state(record: WorkerRecord, members: Membership) -> WorkerState:
     started, removing, revision = record.started, record.removing, record.revision.number
+    last_end = members.last_end(record.name)
     if started is None:
         return WorkerState(
             record.name,
@@ -46,6 +47,7 @@ def _worker_state(record: WorkerRecord, members: Membership) -> WorkerState:
             WorkerPhase.STARTING,
             removing=removing,
             revision=revision,
+            last_end=last_end,
         )
     info, phase = started.info, WorkerPhase.LOST
     if members.live.get(record.name) == info:
@@ -62,6 +64,7 @@ def _worker_state(record: WorkerRecord, members: Membership) -> WorkerState:
         removing=removing,
         revision=revision,
         model=info.model.name,
+        last_end=last_end,
     )
 
 

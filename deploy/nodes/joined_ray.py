@@ -60,6 +60,9 @@ class JoinedRay:
         if isinstance(error, Exception):
             error.add_note(f"the workers' logs are in {where} on their nodes")
 
+    def keep_logs(self) -> None:
+        """Do nothing: the logs stay as long as Ray."""
+
     @property
     def logs(self) -> Path:
         """The folder of the logs of Ray's processes and the workers, on each node."""

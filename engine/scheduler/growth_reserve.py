@@ -12,11 +12,14 @@ _WEIGHT = 1 / 16
 """The weight of the latest request in the moving mean."""
 _RETRACTION_RAISE = 1.5
 """The factor by which a retraction raises the estimate, which was too low."""
+_FIRST_OPEN_TOKENS = 256.0
+"""The expected output of a request without a limit, before one has ended."""
 
 
 class GrowthReserve:
     """An estimate of output lengths as a part of `max_tokens`, learned from requests that finished.
 
+    Of a request whose client has set no `max_tokens` it is the mean output of others like it.
     No request owns the reserve: it only keeps new requests out, so that running ones can grow
     without a retraction. It starts at its upper bound and learns. The model is SGLang's
     `new_token_ratio`, which decays by itself.
@@ -36,6 +39,7 @@ class GrowthReserve:
         self._ahead = ahead
         self._part = most
         self._mean_output = 0.0
+        self._open_tokens = _FIRST_OPEN_TOKENS
 
     @property
     def mean_output_tokens(self) -> int:
@@ -46,12 +50,17 @@ class GrowthReserve:
         """Move the estimate towards the output length of a request that ended by itself."""
         tokens = len(request.output_ids)
         self._mean_output += (_WEIGHT if self._mean_output else 1) * (tokens - self._mean_output)
+        if request.open_ended:
+            self._open_tokens += _WEIGHT * (tokens - self._open_tokens)
+            return
         part = tokens / request.params.stops.max_tokens
         self._set(self._part + _WEIGHT * (part - self._part))
 
     def learn_from_retraction(self) -> None:
         """Raise the estimate: memory ran short, so it was too low."""
         self._set(max(self._part, _WEIGHT) * _RETRACTION_RAISE)
+        raised = max(self._open_tokens, 1.0) * _RETRACTION_RAISE
+        self._open_tokens = min(raised, self._kv_cache.max_lease_tokens)
 
     def _set(self, part: float) -> None:
         self._part = min(max(part, self._least), self._most)
@@ -65,7 +74,10 @@ class GrowthReserve:
         total, part = 0, self._part
         for request in requests:
             most, has = request.params.stops.max_tokens, len(request.output_ids)
-            expected, left = ceil(part * most) - has, most - has
+            length = part * most
+            if request.open_ended:
+                length = min(self._open_tokens, self._most * most)
+            expected, left = ceil(length) - has, most - has
             # Calls of `min` and `max` would take longer than everything else here.
             if expected < 1:
                 expected = 1

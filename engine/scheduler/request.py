@@ -78,12 +78,15 @@ class Request:
     reusable."""
     most_tokens: int = field(init=False)
     """Tokens whose KV it may come to hold: all but the last one sampled."""
+    open_ended: bool = field(init=False)
+    """Whether its client has set no limit, so that `most_tokens` says nothing of its length."""
     input_ids: TokenIds = field(init=False)
     """The ``[input_len]`` tokens that it came with, in the prefix index's form."""
 
     def __post_init__(self) -> None:
         submission = self.command.submission
         self.params = submission.sampling_params
+        self.open_ended = submission.open_ended
         self.input_len = len(submission.input_ids)
         self.input_ids = np.asarray(submission.input_ids, np.int32)
         self.expected_cached_len = min(submission.cached_tokens, self.reusable_len)

@@ -24,6 +24,9 @@ from kvrelay.model_runner.torch_options import pin_to_device
 from kvrelay.wire.output import SampledToken, TokenLogprob
 from kvrelay.wire.submit import SamplingParams
 
+_RANKED_AT_ONCE = 32
+"""The rows whose logits are compared at once, which takes five bytes for each of them."""
+
 
 def samples_on(device: torch.device) -> bool:
     """Whether rows of logits on `device` are sampled there."""
@@ -42,22 +45,31 @@ class Scores:
     """The same of their logits, float32."""
     counts: Sequence[int]
     """The number of likeliest tokens that each row reports."""
+    ranks: torch.Tensor | None = None
+    """``[N]`` int64: how many logits are at least as large as the chosen one's; None: unknown."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Scores:
         """A copy elsewhere, as in `Draws.moved`."""
         totals, ids, logits = map(move, (self.totals, self.ids, self.logits))
-        return replace(self, totals=totals, ids=ids, logits=logits)
+        ranks = None if self.ranks is None else move(self.ranks)
+        return replace(self, totals=totals, ids=ids, logits=logits, ranks=ranks)
 
     def read(self) -> list[SampledToken]:
         """Return each row's chosen token; where a row is not finite its numbers are NaN."""
         totals, tops, values = (one.cpu().numpy() for one in (self.totals, self.ids, self.logits))
         log_totals = values[:, 0].astype(np.float64) + np.log(totals)
         logprobs = (values.astype(np.float64) - log_totals[:, None]).tolist()
+        ranks = [0] * len(tops) if self.ranks is None else self.ranks.cpu().tolist()
         return [
             SampledToken(
-                ids[1], own[1], tuple(map(TokenLogprob, ids[2 : 2 + count], own[2 : 2 + count]))
+                ids[1],
+                own[1],
+                tuple(map(TokenLogprob, ids[2 : 2 + count], own[2 : 2 + count])),
+                rank or None,
             )
-            for ids, own, count in zip(tops.tolist(), logprobs, self.counts, strict=True)
+            for ids, own, count, rank in zip(
+                tops.tolist(), logprobs, self.counts, ranks, strict=True
+            )
         ]
 
 
@@ -135,10 +147,9 @@ def launch_scores(
     chosen[list(rows)] = token_ids
     pairs = _within(list(zip(rows, counts, strict=True)), logits)
     numbers = pin_to_device(np.concatenate((pairs.ravel(), chosen)), logits.device)
-    pairs_end = pairs.size
-    return _launch_scores(
-        logits, numbers[:pairs_end].view(pairs.shape), numbers[pairs_end:], counts
-    )
+    places, ids = numbers[: pairs.size].view(pairs.shape), numbers[pairs.size :]
+    scores = _launch_scores(logits, places, ids, counts)
+    return replace(scores, ranks=_ranks(logits, places[:, 0], scores.logits[:, 1]))
 
 
 def join_draws(draws: Sequence[Draws]) -> Draws:
@@ -319,6 +330,12 @@ def _score(logits: torch.Tensor, ids: torch.Tensor, counts: Sequence[int | None]
 def _within(wanted: Sequence[tuple[int, int]], logits: torch.Tensor) -> npt.NDArray[np.int64]:
     """``[N, 2]``: rows, and how many likeliest tokens each reports of those that there are."""
     return np.minimum(np.array(wanted, np.int64), (len(logits), logits.shape[1]))
+
+
+def _ranks(logits: torch.Tensor, rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """How many logits of some rows are at least as large as one of each."""
+    blocks = [slice(at, at + _RANKED_AT_ONCE) for at in range(0, len(rows), _RANKED_AT_ONCE)]
+    return torch.cat([(logits[rows[one]] >= own[one, None]).sum(1) for one in blocks])
 
 
 def _launch_scores(

@@ -133,13 +133,16 @@ def score_prompt(logits: torch.Tensor, next_ids: Sequence[int], count: int) -> l
     count = min(count, logits.shape[1])
     raw: Float32Array = logits.cpu().numpy()
     totals = _log_totals(raw)
-    chosen = raw[np.arange(len(raw)), np.asarray(next_ids, np.int64)].astype(np.float64) - totals
+    own = raw[np.arange(len(raw)), np.asarray(next_ids, np.int64)]
+    chosen = own.astype(np.float64) - totals
     ids = _likeliest(logits, raw, count)
     logprobs = np.take_along_axis(raw, ids, axis=1).astype(np.float64) - totals[:, None]
     tops = map(zip, ids.tolist(), logprobs.tolist())
     return [
-        SampledToken(token_id, logprob, tuple(TokenLogprob(*entry) for entry in top))
-        for token_id, logprob, top in zip(next_ids, chosen.tolist(), tops, strict=True)
+        SampledToken(token_id, logprob, tuple(TokenLogprob(*entry) for entry in top), rank or None)
+        for token_id, logprob, top, rank in zip(
+            next_ids, chosen.tolist(), tops, _ranks(raw, own), strict=True
+        )
     ]
 
 
@@ -157,6 +160,11 @@ def _log_totals(raw: Float32Array) -> Float64Array:
         sums = exponentials.sum(axis=1, dtype=np.float64)
         totals[start : start + _BLOCK] = largest + np.log(sums)
     return totals
+
+
+def _ranks(raw: Float32Array, own: Float32Array) -> list[int]:
+    """How many logits of each row are at least as large as its own; 0: the row is not finite."""
+    return [int(np.count_nonzero(row >= logit)) for row, logit in zip(raw, own, strict=True)]
 
 
 def _likeliest(logits: torch.Tensor, raw: Float32Array, count: int) -> IdArray:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from kvrelay.router.admission.max_tokens import OutputLimit
 from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TurnPrompt
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.served_tokenizer import Texts
@@ -49,6 +50,10 @@ class IncomingRequest:
     """A function that makes the form of a new live request's events."""
     is_whole: bool = False
     """Whether the prompt is a whole conversation, and not only the session's new part."""
+    output: OutputLimit = OutputLimit.STRICT
+    """The endpoint's rule for `max_tokens`."""
+    call_ids: tuple[str, ...] = ()
+    """Ids of the call that the message is a part of."""
 
 
 class Admission:
@@ -176,7 +181,7 @@ class Admission:
         message = ask.message
         if not ask.is_whole:
             self._sessions.check_turn(message)
-        self._validator.check(message, limits, caller, ask.prompt)
+        self._validator.check(message, limits, caller, ask.prompt, ask.output)
         running = self._live.get(caller, message.request_id)
         if running is not None:
             running.check_join(await self._fingerprint(ask, caller), self._retry_after_ms)
@@ -188,7 +193,9 @@ class Admission:
             turn = await self._begin_turn(ask, caller)
             try:
                 request = await self._validate(self._of_turn(ask, turn), limits, caller, turn)
-                request = replace(_within_bounds(ask, request), grammar=grammar)
+                request = replace(
+                    _within_bounds(ask, request), grammar=grammar, call_ids=ask.call_ids
+                )
                 if trace is not None:
                     trace.admitted(request)
                 live = self._live.open(request, stopwatch, deadline, ask.form(request), trace)
@@ -256,6 +263,7 @@ class Admission:
             ask.prompt,
             turn,
             self._cache_salt(ask, caller, turn),
+            ask.output,
         )
         if self._is_short(ask):  # a thread costs more
             return validate()

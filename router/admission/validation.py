@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvrelay.router.admission.max_tokens import OutputLimit, max_tokens_of
 from kvrelay.router.admission.prompt_input import Encode, Prompt, prompt_of
 from kvrelay.router.admission.sampling_params import (
     check_sampling_params,
@@ -37,14 +38,15 @@ class Validator:
     Args:
         model_name: the model's name for clients; a request that names no model is for it, too.
         encode: tokenizes a prompt, with the tokenizer's special tokens.
-        default_max_tokens: the `max_tokens` of a request that sets none; less where less fits.
+        default_max_tokens: the operator's `max_tokens` of a request that sets none; less where
+            less fits. None: what the endpoint says.
         seeds: draws the seeds of requests that set none.
         marks_of: computes the marks of a prompt in a namespace; for any thread.
     """
 
     model_name: str
     encode: Encode
-    default_max_tokens: int
+    default_max_tokens: int | None
     seeds: Seeds
     marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: {}
 
@@ -54,6 +56,7 @@ class Validator:
         limits: RequestLimits,
         caller: Caller = ANYBODY,
         prompt: Prompt | None = None,
+        output: OutputLimit = OutputLimit.STRICT,
     ) -> None:
         """Check all that is quick: everything that does not depend on the prompt's tokens.
 
@@ -62,6 +65,7 @@ class Validator:
             limits: the workers' limits.
             caller: the client that sends it.
             prompt: the prompt; None: it is in the message.
+            output: the rule for `max_tokens`.
 
         Raises:
             InvalidField: a field cannot be served as it is; the error names it.
@@ -73,7 +77,7 @@ class Validator:
         check_sampling_params(message.sampling_params, limits.vocab_size)
         prompt = prompt or prompt_of(message, self.encode)
         if prompt.num_tokens is not None:
-            limits.check_prompt(prompt.field, prompt.num_tokens)
+            limits.check_prompt(prompt.field, prompt.num_tokens, output_tokens=output.least_output)
 
     def validate(
         self,
@@ -83,6 +87,7 @@ class Validator:
         prompt: Prompt | None = None,
         turn: Turn | None = None,
         cache_salt: str | None = None,
+        output: OutputLimit = OutputLimit.STRICT,
     ) -> GenerationRequest:
         """Make the request with every field concrete; safe to call from any thread.
 
@@ -94,10 +99,13 @@ class Validator:
             NotPermitted: the caller may not set a field so; the error names it.
         """
         prompt = prompt or prompt_of(message, self.encode)
-        self.check(message, limits, caller, prompt)
+        self.check(message, limits, caller, prompt, output)
         params = message.sampling_params
         input_ids = _input_ids(prompt, limits)
-        max_tokens = self._max_tokens(params, prompt.field, len(input_ids), limits)
+        limits.check_prompt(prompt.field, len(input_ids), output_tokens=output.least_output)
+        max_tokens, open_ended = max_tokens_of(
+            params, len(input_ids), limits, output, self.default_max_tokens
+        )
         _check_queueable(prompt.field, len(input_ids), caller)
         namespace = caller.namespace(message.cache_salt if cache_salt is None else cache_salt)
         request_id = message.request_id or uuid.uuid4().hex
@@ -110,6 +118,7 @@ class Validator:
                 read_sampling_params(params, max_tokens, seed),
                 priority=message.priority,
                 namespace=namespace,
+                open_ended=open_ended,
             ),
             fingerprint=fingerprint(message),
             input_ids=input_ids,
@@ -124,27 +133,6 @@ class Validator:
         _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
         if message.model not in ("", self.model_name):
             raise UnknownModel(self.model_name, message.model)
-
-    def _max_tokens(
-        self,
-        params: inference_pb2.SamplingParams,
-        prompt_field: str,
-        prompt_tokens: int,
-        limits: RequestLimits,
-    ) -> int:
-        """The client's `max_tokens`, or the default, cut to the room after the prompt."""
-        limits.check_prompt(prompt_field, prompt_tokens)
-        room = limits.most_tokens - prompt_tokens
-        if not params.HasField("max_tokens"):
-            max_tokens = min(self.default_max_tokens, room)
-        else:
-            max_tokens = params.max_tokens
-            _check_total(prompt_tokens, max_tokens, limits)
-        if params.min_tokens > max_tokens:
-            raise InvalidField(
-                "min_tokens", f"must be at most max_tokens, {max_tokens}, got {params.min_tokens}"
-            )
-        return max_tokens
 
 
 def _check_bytes(field: str, text: str, most: int) -> None:
@@ -170,15 +158,6 @@ def _input_ids(prompt: Prompt, limits: RequestLimits) -> Sequence[int]:
         raise InvalidField(prompt.field, "the prompt is empty")
     check_token_ids(prompt.field, input_ids, limits.vocab_size)
     return input_ids
-
-
-def _check_total(prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> None:
-    if prompt_tokens + max_tokens > limits.most_tokens:
-        raise InvalidField(
-            "max_tokens",
-            f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are "
-            f"{prompt_tokens + max_tokens} tokens: {limits.reason}",
-        )
 
 
 def fingerprint(message: inference_pb2.GenerateRequest) -> bytes:

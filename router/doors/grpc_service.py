@@ -126,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             model=self._config.model_name,
             architecture=endpoint.architecture,
             vocab_size=limits.vocab_size,
-            max_model_len=limits.max_model_len,
+            max_model_len=limits.most_tokens,
             dtype=self._config.dtype,
             eos_token_ids=endpoint.eos_token_ids,
         )

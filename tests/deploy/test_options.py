@@ -270,6 +270,13 @@ def test_the_front_shows_its_own_certificate_or_the_clusters():
         assert (config.worker_tls, config.front_tls) == (cluster_tls, front_tls)
 
 
+def test_a_models_own_template_gives_way_to_the_option():
+    model = ModelFolder("none", Path(), chat_template=Path("tools.jinja"))
+    assert router_config(ServeOptions(), model).chat_template == Path("tools.jinja")
+    asked = ServeOptions(chat_template=Path("chat.jinja"))
+    assert router_config(asked, model).chat_template == Path("chat.jinja")
+
+
 def test_operators_are_shown_a_certificate_that_names_the_address():
     named, front = (
         TlsFiles(Path("crt"), Path("key")),

@@ -21,6 +21,7 @@ from kvrelay.deploy.controller.records.key_value_store import InProcessStore
 from kvrelay.deploy.errors import ClusterError, OptionError
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
+from kvrelay.deploy.nodes.worker_end import reason_in
 from kvrelay.deploy.options.listen_address import Address
 from kvrelay.deploy.options.up_options import UpOptions
 from kvrelay.deploy.reach.find_controller import Controller
@@ -228,6 +229,7 @@ STATE = ClusterState(
         WorkerState(
             *("prefill-0", WorkerRole.PREFILL, WorkerPhase.DRAINING, "prefill-0-ab"),
             *("10.0.0.2:5", "10.0.0.2", 9, True),
+            last_end="its process died",
         ),
     ),
 )
@@ -240,4 +242,20 @@ def test_the_state_of_a_cluster_crosses_the_wire_and_is_shown():
         "is being changed",
         "  decode-0     starting",
         "  prefill-0    draining, to be removed prefill-0-ab  10.0.0.2:5  process 9 on 10.0.0.2",
+        "               its last process died: its process died",
     ]
+
+
+RAYS_DETAIL = """1 worker(s) were killed due to the node running low on memory. Memory on the node \
+(IP: 10.0.0.2, ID: cf9ecb) was 60.30GB used / 62.00GB limit (0.972581)
+OOM kill reason: Memory usage 64746624614B exceeded threshold of 63243000000B (95.0% of 66571MB)
+Object store memory usage: [- objects spillable: 0
+"""
+
+
+def test_the_reason_for_which_rays_memory_monitor_ends_a_worker():
+    reason = reason_in(RAYS_DETAIL)
+    assert "\n" not in reason
+    for part in ("memory monitor", "60.30GB used / 62.00GB", "exceeded threshold", "--kv-memory"):
+        assert part in reason
+    assert "spillable" not in reason

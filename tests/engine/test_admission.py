@@ -35,7 +35,13 @@ def scheduler_context() -> SchedulerContext[Request]:
 
 
 def request(
-    number: int = 0, *, prompt: int = 4, most: int = 40, priority: int = 0, choices: int = 1
+    number: int = 0,
+    *,
+    prompt: int = 4,
+    most: int = 40,
+    priority: int = 0,
+    choices: int = 1,
+    open_ended: bool = False,
 ) -> Request:
     command = submit(
         RouterLink("router"),
@@ -45,6 +51,7 @@ def request(
         n=choices,
         priority=priority,
         arrived=float(number),
+        open_ended=open_ended,
     )
     return Request.of(command)
 
@@ -154,6 +161,24 @@ def test_the_reserve_learns_lengths_within_its_bounds(least, most):
     assert reserve.tokens(one) >= low
     one.output_ids = [1] * 99
     assert reserve.tokens(one) == 1
+
+
+def test_chats_without_a_limit_leave_as_much_room_for_others_as_with_one():
+    def chats(most: int, *, open_ended: bool) -> list[Request]:
+        return [request(number, most=most, open_ended=open_ended) for number in range(32)]
+
+    bounded, unbounded = chats(256, open_ended=False), chats(8000, open_ended=True)
+    reserve = GrowthReserve(kv_cache(), 0.1, 1.0)
+    assert reserve.pages(unbounded) == reserve.pages(bounded)
+    short = request(most=8000, open_ended=True)
+    short.output_ids = [1] * 40
+    for _ in range(100):
+        reserve.learn_from_finish(short)
+    assert reserve.tokens(unbounded[0]) == pytest.approx(40, abs=1)
+    assert reserve.tokens(bounded[0]) == 256, "others are not taken for as short"
+    for _ in range(100):
+        reserve.learn_from_retraction()
+    assert reserve.tokens(unbounded[0]) == kv_cache().max_lease_tokens
 
 
 def test_the_reserve_counts_pages_that_are_not_there_yet():

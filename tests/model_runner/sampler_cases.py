@@ -69,7 +69,7 @@ def equal(got: object, expected: object) -> None:
     if not isinstance(got, SampledToken) or not isinstance(expected, SampledToken):
         assert str(got) == str(expected)
         return
-    assert got.token_id == expected.token_id
+    assert (got.token_id, got.rank) == (expected.token_id, expected.rank)
     assert [top.token_id for top in got.top] == [top.token_id for top in expected.top]
     assert (got.logprob is None) == (expected.logprob is None)
     if expected.logprob is not None:

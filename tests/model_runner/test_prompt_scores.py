@@ -30,6 +30,7 @@ def test_scores_equal_the_samplers_report(count: int, decimals: int) -> None:
         expected = gather_logprobs(row, token_id, count)
         assert got.token_id == token_id
         assert got.logprob == pytest.approx(expected.logprob, abs=1e-12)
+        assert got.rank == sum(row >= row[token_id])
         assert [i for i, _ in got.top] == [i for i, _ in expected.top]
         assert [p for _, p in got.top] == pytest.approx([p for _, p in expected.top], abs=1e-12)
 
@@ -48,6 +49,7 @@ def test_a_broken_row_is_nan_and_the_others_are_not() -> None:
     assert [first, last] == [healthy[0], healthy[2]]
     assert broken.logprob is not None
     assert math.isnan(broken.logprob)
+    assert broken.rank is None or broken.rank <= VOCAB
 
 
 def test_logits_are_not_changed() -> None:

@@ -52,10 +52,13 @@ def test_what_can_be_served_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [
-        ({"text": "x" * 99_001}, "text: the prompt has 100 tokens or more"),
+        (
+            {"text": "x" * 99_001},
+            "text: This model's maximum context length is 100 tokens. The prompt has 100",
+        ),
         (
             {"input_ids": pb.TokenIds(ids=[2**28] * 20_000)},
-            "input_ids: the prompt has 16667 tokens or more",
+            "input_ids: This model's maximum context length is 100 tokens. The prompt has 16667",
         ),
         ({"request_id": "x" * (1 << 20)}, "sampling_params: the request has 10485"),
         ({"text": "x" * (4 << 20)}, "text: the message has 4194"),

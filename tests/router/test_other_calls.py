@@ -83,6 +83,13 @@ async def test_reflection_lists_the_service(cluster: Cluster) -> None:
     answer = await call.read()
     names = [service.name for service in answer.list_services_response.service]
     assert "kvrelay.v1.InferenceService" in names
+    newer = cluster.channel.stream_stream(
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    assert await newer(iter([request])).read() == answer
+    assert "grpc.reflection.v1.ServerReflection" in names
 
 
 async def test_metrics_tell_what_happened(cluster: Cluster) -> None:

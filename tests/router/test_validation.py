@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.router.admission.max_tokens import OutputLimit, max_tokens_of
 from kvrelay.router.admission.sampling_params import check_sampling_params
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.validation import Validator
@@ -129,8 +130,8 @@ def test_what_does_not_fit_is_named_with_both_numbers(
 
 
 def test_what_just_fits_is_taken() -> None:
-    assert validate(message([1] * 40, max_tokens=24)).total_tokens == 64
-    assert validate(message([1] * 48, max_tokens=16)).total_tokens == 64
+    assert validate(message([1] * 40, max_tokens=24)).total_tokens == 63
+    assert validate(message([1] * 48, max_tokens=16)).total_tokens == 63
 
 
 @pytest.mark.parametrize("prompt", [list(range(1, 99)), "".join(map(chr, range(1, 99)))])
@@ -144,6 +145,26 @@ def test_a_prompt_that_waits_takes_four_bytes_a_token(prompt: Any) -> None:
 def test_unset_max_tokens_is_the_default_or_what_fits() -> None:
     assert validate(message([1] * 10)).params.stops.max_tokens == 16
     assert validate(message([1] * 46), RequestLimits(100, 64, 99, 50)).params.stops.max_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "default", "most"),
+    [
+        (OutputLimit.CUT, 99, None, (24, False)),
+        (OutputLimit.CUT, None, None, (24, False)),
+        (OutputLimit.CUT, None, 5, (5, False)),
+        (OutputLimit.OPEN, 99, None, (24, False)),
+        (OutputLimit.OPEN, 7, None, (7, False)),
+        (OutputLimit.OPEN, None, None, (24, True)),
+        (OutputLimit.OPEN, None, 5, (5, False)),
+        (OutputLimit.NOTHING, None, None, (1, False)),
+    ],
+)
+def test_the_most_tokens_by_endpoint(
+    limit: OutputLimit, asked: int | None, default: int | None, most: tuple[int, bool]
+) -> None:
+    params = pb.SamplingParams(max_tokens=asked)
+    assert max_tokens_of(params, 40, LIMITS, limit, default) == most
 
 
 def test_every_default_is_concrete() -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import grpc
 import pytest
 
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
@@ -110,6 +111,10 @@ async def test_a_wait_ends_when_the_role_is_removed(patient: RouterConfig) -> No
         error = await status_of(call)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert await waits(cluster, "given_up") == 1
+
+
+def test_a_new_request_waits_for_as_long_as_a_start_may_take() -> None:
+    assert RouterConfig.worker_wait >= WorkerConfig.start_timeout
 
 
 async def test_a_wait_that_ends_says_when_to_try_again(config: RouterConfig) -> None:

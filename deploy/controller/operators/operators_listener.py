@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from grpc_reflection.v1alpha import reflection
-
 from kvrelay.deploy.controller.operators.admin_service import Administrator, AdminService
 from kvrelay.deploy.controller.operators.controller_service import ControllerService
 from kvrelay.deploy.controller.operators.scrape_targets import ScrapeTargets
 from kvrelay.net.channels import front_server
 from kvrelay.net.door_rules import OPERATORS
+from kvrelay.net.reflection import enable_reflection
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.access.auth import Guard, name_caller
 from kvrelay.router.access.token_file import Tokens
@@ -72,5 +71,5 @@ class OperatorServices:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         watched = ControllerService(self._discovery, self._targets, self._administrator.state)
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(watched, server)
-        reflection.enable_server_reflection([_ADMIN, _CONTROLLER, reflection.SERVICE_NAME], server)
+        enable_reflection([_ADMIN, _CONTROLLER], server)
         return await listen(undo, server, address, tls, "admin")

@@ -15,7 +15,7 @@ from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
-from kvrelay.deploy.nodes.worker_end import WorkerEnd
+from kvrelay.deploy.nodes.worker_end import WorkerEnd, ended_by_memory_monitor
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.deploy.nodes.worker_process import WorkerProcess
 from kvrelay.engine.worker.worker_lease import StaleEpochError
@@ -23,6 +23,7 @@ from kvrelay.wire.worker_info import WorkerInfo
 
 _log = logging.getLogger(__name__)
 _TELL_AGAIN_SECONDS: Final = 0.2
+_TELL_WHY_SECONDS: Final = 2.0
 
 
 class Incarnation:
@@ -45,6 +46,7 @@ class Incarnation:
         watcher: Watcher,
     ) -> None:
         self.info = started.info
+        self._node = started.node
         self._actor = actor
         self._silence_seconds = silence_seconds
         self._leases = leases
@@ -187,6 +189,22 @@ class Incarnation:
         """Wait until Ray has noticed the end as well: an earlier call takes seconds longer."""
         if self._call is not None:
             await is_done_within(self._call, self._silence_seconds)
+
+    async def why(self, seen: str) -> str:
+        """Return why the process has ended: as Ray tells, if Ray itself has ended it.
+
+        Args:
+            seen: the reason that was seen from here.
+        """
+        incarnation, found = self.info.incarnation, ""
+        try:
+            async with asyncio.timeout(_TELL_WHY_SECONDS):
+                found = await asyncio.to_thread(ended_by_memory_monitor, self._node, self.info.pid)
+        except Exception as error:  # Ray's tables have no promised form
+            _log.info("%s: Ray does not tell why it ended: %s", incarnation, error)
+        if found:
+            _log.error("%s has died: %s", incarnation, found)
+        return found or seen or "it was not found by a new controller"
 
     def close(self) -> None:
         """Stop observing the process."""

@@ -24,6 +24,7 @@ class Membership:
         self._awaited: dict[str, WorkerInfo] = {}
         self._running: dict[str, WorkerInfo] = {}
         """The latest incarnation of each worker, unless its process is known to have ended."""
+        self._ends: dict[str, str] = {}
         self.discovery = StaticDiscovery()
         """The workers that a router may use. Its `changed` returns after the next `publish`."""
         self.live: Mapping[str, WorkerInfo] = MappingProxyType(self._live)
@@ -72,6 +73,14 @@ class Membership:
         if self._running.get(info.name) == info:
             del self._running[info.name]
         self.publish()
+
+    def note_end(self, name: str, why: str) -> None:
+        """Note why a worker's latest incarnation has died."""
+        self._ends[name] = why
+
+    def last_end(self, name: str) -> str:
+        """Return why a worker's latest incarnation that died did so; empty: none has."""
+        return self._ends.get(name, "")
 
     def clear(self) -> None:
         """Forget all workers, when none is left."""

@@ -18,6 +18,7 @@ from kvrelay.deploy.errors import ClusterError
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.started_worker import Started
 from kvrelay.deploy.nodes.worker_actor import WorkerActor, reason_of
+from kvrelay.deploy.nodes.worker_end import WorkerEnd
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.deploy.nodes.worker_process import WorkerProcess
 from kvrelay.engine.config import WorkerConfig
@@ -221,7 +222,7 @@ class WorkerSupervisor:
             dead: whether its process is known to have ended.
             drains: whether it was to be told to drain, and perhaps was not.
         """
-        pauses = Pauses()
+        pauses, reason = Pauses(), ""
         self._is_lost, self._is_to_drain = lost, drains
         while True:
             if self._is_to_drain and not lost:
@@ -242,6 +243,8 @@ class WorkerSupervisor:
                     await self._watcher.worker_removed(self.name)
                     return
                 await life.until_ray_knows()
+                if life.cause is not WorkerEnd.DRAINED:
+                    self._watcher.worker_ended(self.name, await life.why(reason))
                 await pauses.pause()
                 life.close()
                 life = await self._restart(life.info)
@@ -249,7 +252,7 @@ class WorkerSupervisor:
                 await pauses.pause()
             self._is_lost = False
             self._watcher.worker_live(life.info)
-            _log.warning("%s is up", life.info.incarnation)
+            _log.info("%s is up", life.info.incarnation)
 
     async def _restart(self, dead: WorkerInfo) -> Incarnation:
         """Start the worker in its next process, however many attempts it takes.

@@ -37,6 +37,10 @@ class Watcher(Protocol):
         """Report that its process has provably ended; another one may follow in its place."""
         ...
 
+    def worker_ended(self, name: str, why: str) -> None:
+        """Report why the worker's latest incarnation has ended, unless it had drained."""
+        ...
+
     async def worker_removed(self, name: str) -> None:
         """Report that the worker has left for good, and that its actor is gone."""
         ...

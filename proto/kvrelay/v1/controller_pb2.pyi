@@ -63,7 +63,7 @@ class RollState(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., options: _Optional[_Mapping[str, str]] = ..., replaced: _Optional[int] = ..., workers: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("name", "role", "phase", "incarnation", "address", "node", "pid", "removing", "revision", "model")
+    __slots__ = ("name", "role", "phase", "incarnation", "address", "node", "pid", "removing", "revision", "model", "last_end")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[WorkerState.Phase]
@@ -86,6 +86,7 @@ class WorkerState(_message.Message):
     REMOVING_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAST_END_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: _inference_pb2.WorkerRole
     phase: WorkerState.Phase
@@ -96,7 +97,8 @@ class WorkerState(_message.Message):
     removing: bool
     revision: int
     model: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., phase: _Optional[_Union[WorkerState.Phase, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., removing: bool = ..., revision: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    last_end: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., phase: _Optional[_Union[WorkerState.Phase, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., removing: bool = ..., revision: _Optional[int] = ..., model: _Optional[str] = ..., last_end: _Optional[str] = ...) -> None: ...
 
 class WatchWorkersRequest(_message.Message):
     __slots__ = ("metrics_address", "shifted_to")

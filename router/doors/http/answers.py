@@ -56,8 +56,14 @@ class Style(Protocol):
     def text_of_whole(self, text: str) -> str:
         """Return the member of the whole answer's choice that has a text, which is quoted."""
 
-    def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
-        """Return a writer of a choice's log-probabilities."""
+    def logprobs(self, shown: Shown, alternatives: int, prompt_text: str) -> LogprobsWriter:
+        """Return a writer of a choice's log-probabilities.
+
+        Args:
+            shown: the parts of the answer.
+            alternatives: the number of alternatives of each output token.
+            prompt_text: the text of an echoed prompt.
+        """
 
 
 class CompletionStyle:
@@ -81,9 +87,14 @@ class CompletionStyle:
         """Return the member with the text."""
         return f'"text":{text}'
 
-    def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
+    def logprobs(self, shown: Shown, alternatives: int, prompt_text: str) -> LogprobsWriter:
         """Return a writer of four lists."""
-        return CompletionLogprobs(names, alternatives)
+        return CompletionLogprobs(
+            shown.names,
+            alternatives,
+            shown.names.lengths(skip_special_tokens=shown.skip_special_tokens),
+            shown.names.lengths_in(prompt_text),
+        )
 
 
 class ChatStyle:
@@ -108,9 +119,9 @@ class ChatStyle:
         """Return the member with the message."""
         return f'"message":{{"role":"assistant","content":{text}}}'
 
-    def logprobs(self, names: TokenNames, alternatives: int) -> LogprobsWriter:
+    def logprobs(self, shown: Shown, alternatives: int, prompt_text: str) -> LogprobsWriter:
         """Return a writer of an object for each token."""
-        return ChatLogprobs(names, alternatives)
+        return ChatLogprobs(shown.names, alternatives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +143,10 @@ class Shown:
     """Whether every chunk has the usage so far."""
     parser: MakeParser | None = None
     """A function that makes a parser of one choice's text; None: all of it is content."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves special tokens out."""
+    stop_token_ids: Sequence[int] = ()
+    """The stop tokens that the client has named; where another ends an output, it ended itself."""
     ends_by_calls: bool = True
     """Whether a choice with tool calls has the finish reason `tool_calls`."""
 
@@ -183,8 +198,10 @@ class _Choices:
             make = shown.parser
             self._spoken = [Spoken(make(self._is_whole)) for _ in range(prompt.n)]
         if shown.logprobs is not None:
-            writers = (answer.style.logprobs(shown.names, shown.logprobs) for _ in range(prompt.n))
-            self._writers = list(writers)
+            number = shown.logprobs
+            self._writers = [
+                answer.style.logprobs(shown, number, prompt.text) for _ in range(prompt.n)
+            ]
             if shown.echo:
                 for writer in self._writers:
                     writer.add_first(prompt.input_ids[0])
@@ -197,7 +214,7 @@ class _Choices:
         if self._prompt_writer is not None:
             num_bytes += self._prompt_writer.add(tokens)
         if self._shown.echo and self._writers:
-            written = self._writers[0].write(tokens)
+            written = self._writers[0].write_prompt(tokens)
             num_bytes += sum([writer.add(written) for writer in self._writers])
         return num_bytes
 
@@ -209,12 +226,17 @@ class _Choices:
         return writer.add(writer.write(tokens))
 
     def _reason(self, choice: int, end: ChoiceEnd) -> str:
-        """Return why a choice ended; as in vLLM, `stop_reason` names the stop token or string."""
+        """Return why a choice ended; as in vLLM, `stop_reason` names the client's stop if any."""
+        if not self._shown.output:
+            end = _NOTHING_SHOWN
         reason = str(end.finish_reason)
         called = self._spoken and self._spoken[choice].has_calls and self._shown.ends_by_calls
         if called and end.finish_reason is FinishReason.STOP:
             reason = "tool_calls"
-        return f'"finish_reason":"{reason}","stop_reason":{json.dumps(end.matched_stop)}'
+        stop = end.matched_stop
+        if isinstance(stop, int) and stop not in self._shown.stop_token_ids:
+            stop = None
+        return f'"finish_reason":"{reason}","stop_reason":{json.dumps(stop)}'
 
     def _logprobs(self, choice: int) -> str:
         return self._writers[choice].take() if self._writers else "null"
@@ -229,6 +251,9 @@ class _Choices:
         if self._prompt_writer is not None:
             members += f',"prompt_logprobs":{self._prompt_writer.take()}'
         return members
+
+
+_NOTHING_SHOWN: Final = ChoiceEnd(FinishReason.LENGTH, None)
 
 
 def _is_cut(end: ChoiceEnd) -> bool:
@@ -258,8 +283,9 @@ class Chunks(_Choices):
     def __call__(self, event: Event) -> bytes:
         """Return the chunks of an event, as events of a text/event-stream."""
         if isinstance(event, Delta):
-            self._output_tokens[event.choice] += len(event.tokens)
-            return self._delta(event if self._shown.output else _of_prompt_alone(event)).encode()
+            shown = event if self._shown.output else _of_prompt_alone(event)
+            self._output_tokens[event.choice] += len(shown.tokens)
+            return self._delta(shown).encode()
         ends = enumerate(event.choices)
         return "".join([self._end(choice, end) for choice, end in ends]).encode()
 

@@ -153,7 +153,8 @@ def read_tools(
         return Tools(tools, required=True)
     name = choice.function.name
     if name not in functions:
-        raise InvalidField("tool_choice.function.name", f"is no tool of this call: {name[:64]}")
+        what = f"{json.dumps(name[:64])} is no tool of this call"
+        raise InvalidField("tool_choice.function.name", what)
     params.structured_output.json_schema = json.dumps(_arguments(functions[name]))
     return Tools(tools, named=name)
 

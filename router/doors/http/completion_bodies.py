@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from kvrelay.router.admission.max_tokens import OutputLimit
 from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TokenPrompt
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.callers import Caller
@@ -49,6 +50,8 @@ class Call:
     """The text of each prompt of a completion; None: it came as token ids."""
     asked_as: Mapping[str, str] = field(default_factory=dict)
     """The body's names of parameters that have other names in the message."""
+    output: OutputLimit = OutputLimit.CUT
+    """The rule for `max_tokens`."""
 
     @property
     def n(self) -> int:
@@ -111,7 +114,8 @@ def read_completion(body: CompletionRequest, texts: Texts) -> Call:
         raise InvalidField("session_id", "is not allowed with several prompts")
     shown = replace(call.shown, output=not prompt_alone)
     prompt_texts = [one if isinstance(one, str) else None for one in body.prompt]
-    return replace(call, texts=prompt_texts, asked_as=asked_as, shown=shown)
+    output = OutputLimit.NOTHING if prompt_alone else OutputLimit.CUT
+    return replace(call, texts=prompt_texts, asked_as=asked_as, shown=shown, output=output)
 
 
 def read_chat_completion(
@@ -133,7 +137,7 @@ def read_chat_completion(
     parser = speaker(tools, dialect, prompt, has_form=params.HasField(FIELD))
     shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
     renamed = {name: asked for name, asked in _IN_CHATS.items() if getattr(body, asked) is not None}
-    return replace(call, asked_as={**asked_as, **renamed}, shown=shown)
+    return replace(call, asked_as={**asked_as, **renamed}, shown=shown, output=OutputLimit.OPEN)
 
 
 def read_open_session(body: SessionRequest) -> inference_pb2.OpenSessionRequest:
@@ -175,6 +179,10 @@ def _make_call(
         prompt_logprobs=body.prompt_logprobs,
         echo=echo,
         token_ids=bool(body.return_token_ids),
+        skip_special_tokens=not (
+            params.HasField("skip_special_tokens") and not params.skip_special_tokens
+        ),
+        stop_token_ids=tuple(params.stop_token_ids),
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
     )
     message = inference_pb2.GenerateRequest(

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from kvrelay.router.admission.admission import Admission, IncomingRequest
@@ -150,7 +151,7 @@ class Completions:
             async with asyncio.timeout(None) as timeout:
                 with contextlib.ExitStack() as attached:
                     lives: list[LiveRequest] = []
-                    for ask in _asks(call, answer.id, make):
+                    for ask in _asks(call, answer.id, (answer.id, exchange.id), make):
                         live = await self._admission.open(
                             ask,
                             caller,
@@ -168,7 +169,10 @@ class Completions:
                 self._metrics.count(SLOW_READERS)
                 exchange.abort()
             raise error from None
-        return [_completion(live) for live in lives]
+        completions = [_completion(live) for live in lives]
+        if call.shown.output:
+            return completions
+        return [replace(one, completion_tokens=0) for one in completions]
 
 
 def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -179,7 +183,7 @@ def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _asks(
-    call: Call, call_id: str, make: Make
+    call: Call, call_id: str, call_ids: tuple[str, ...], make: Make
 ) -> Iterator[Callable[[RequestLimits], IncomingRequest]]:
     """Yield, for each prompt, a function that returns its ask; it ignores the limits."""
     for number, prompt in enumerate(call.prompts):
@@ -187,7 +191,15 @@ def _asks(
         message.CopyFrom(call.message)
         message.request_id = call_id if len(call.prompts) == 1 else f"{call_id}-{number}"
         form, num_bytes = functools.partial(make, number), call.prompt_bytes[number]
-        ask = IncomingRequest(message, prompt, num_bytes, form, is_whole=True)
+        ask = IncomingRequest(
+            message,
+            prompt,
+            num_bytes,
+            form,
+            is_whole=True,
+            output=call.output,
+            call_ids=call_ids,
+        )
         yield functools.partial(_whatever, ask)
 
 

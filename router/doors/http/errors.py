@@ -10,6 +10,7 @@ from typing import Any, Final
 from kvrelay.router.access.auth import Forbidden, Refusal, Unauthenticated
 from kvrelay.router.errors import (
     AlreadyExists,
+    ContextTooLong,
     DataLoss,
     DeadlineExceeded,
     DeadlineTooNear,
@@ -56,12 +57,15 @@ class _Kind:
     """The value of OpenAI's `type`."""
     may_retry: bool = True
     """Whether a retry may help; False: clients that retry by the status are told not to."""
+    code: str | None = None
+    """The value of OpenAI's `code`, by which clients tell errors of one type apart."""
 
 
 _KINDS: Mapping[type[Exception], _Kind] = {
     InvalidField: _Kind(400, "invalid_request_error"),
-    UnknownModel: _Kind(404, "invalid_request_error"),
-    Unauthenticated: _Kind(401, "authentication_error"),
+    ContextTooLong: _Kind(400, "invalid_request_error", code="context_length_exceeded"),
+    UnknownModel: _Kind(404, "invalid_request_error", code="model_not_found"),
+    Unauthenticated: _Kind(401, "authentication_error", code="invalid_api_key"),
     Forbidden: _Kind(403, "permission_error"),
     NotPermitted: _Kind(403, "permission_error"),
     AlreadyExists: _Kind(409, "conflict_error", may_retry=False),
@@ -104,6 +108,7 @@ STATUSES: Final[Mapping[int, str]] = {
     408: "The body did not arrive in time",
     409: "Another live request has the id",
     413: "The body is too large",
+    415: "The body has an encoding that is not served",
     429: "Too many requests are live or wait",
     500: "The request fails workers, or may not be computed again",
     503: "No worker can serve it now",
@@ -135,11 +140,7 @@ def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
     """Return the answer to a call that ends with this error."""
     if isinstance(error, HttpError):
         return ErrorAnswer(error.status, _body(str(error), error.kind))
-    kind, code, param = _KINDS[type(error)], None, getattr(error, "field", None)
-    if isinstance(error, UnknownModel):
-        code = "model_not_found"
-    if isinstance(error, Unauthenticated):
-        code = "invalid_api_key"
+    kind, param = _KINDS[type(error)], getattr(error, "field", None)
     headers = [] if kind.may_retry else [(b"x-should-retry", b"false")]
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
@@ -147,7 +148,7 @@ def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
     if after_ms is not None:
         headers.append((b"retry-after", b"%d" % -(-after_ms // 1000)))
         headers.append((b"retry-after-ms", b"%d" % after_ms))
-    return ErrorAnswer(kind.status, _body(str(error), kind.kind, param, code), headers)
+    return ErrorAnswer(kind.status, _body(str(error), kind.kind, param, kind.code), headers)
 
 
 def internal_error() -> ErrorAnswer:

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.net.allocator import LARGE_BYTES, Trimmer
-from kvrelay.net.door_rules import HTTP, MethodRule
-from kvrelay.net.receiving import Receipts
+from kvrelay.net.allocator import LARGE_BYTES
+from kvrelay.net.door_rules import MethodRule
 from kvrelay.observe.trace_context import HEADER
+from kvrelay.router.doors.http.bodies import CLOSE, Bodies, decode_body, take_rest, too_large
 from kvrelay.router.doors.http.errors import ErrorAnswer, HttpError
 from kvrelay.router.errors import InvalidField
 
@@ -28,19 +28,6 @@ _EVENTS: Final = [
 
 class ClientGone(Exception):  # noqa: N818
     """An error: the client has left before its answer was complete."""
-
-
-class Bodies:
-    """The bounds of bodies that arrive at the same time.
-
-    Args:
-        most_bytes: the most bytes of one body.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self.receipts = Receipts(HTTP.most_receiving)
-        self.trimmer = Trimmer()
 
 
 class Exchange:
@@ -58,6 +45,7 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._has_rest = True  # of the body
         self.status = 0
         """The status that was sent; 0: none was."""
         self.id = self._sent_id() or uuid.uuid4().hex
@@ -112,10 +100,12 @@ class Exchange:
         """
         length = self.headers(b"content-length")
         if length and int(length[0]) > 2 * bodies.most_bytes:
-            raise _too_large(bodies.most_bytes)
+            raise too_large(bodies.most_bytes)
         try:
             async with bodies.receipts.bounded(self.turn, self._rule.receive_seconds):
                 body = await self._read(bodies.most_bytes)
+                encoding = ", ".join(self.headers(b"content-encoding"))
+                body = await decode_body(body, encoding, bodies.most_bytes)
         except TimeoutError:
             bodies.trimmer.trim_soon()
             raise HttpError(408, "timeout_error", "the body did not arrive in time") from None
@@ -131,10 +121,11 @@ class Exchange:
             if message["type"] == "http.disconnect":
                 raise ClientGone
             received, more = received + len(message["body"]), message["more_body"]
+            self._has_rest = more
             if received <= most_bytes:
                 body += message["body"]
         if received > most_bytes:
-            raise _too_large(most_bytes)
+            raise too_large(most_bytes)
         return bytes(body)
 
     async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
@@ -155,8 +146,8 @@ class Exchange:
             await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def _gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._has_rest = message["more_body"]
 
     async def answer(
         self, body: bytes, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = (_JSON,)
@@ -187,7 +178,7 @@ class Exchange:
 
     async def _fail(self, error: ErrorAnswer, *, close: bool) -> None:
         if not self.status:
-            closing = [(b"connection", b"close")] if close else []
+            closing = [CLOSE] if close else []
             await self.answer(error.body, error.status, [_JSON, *error.headers, *closing])
             return
         await self.write(b"event: error\ndata: " + error.body + b"\n\n")
@@ -215,17 +206,15 @@ class Exchange:
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         headers = [*headers, (b"x-request-id", self.id.encode())]
+        if CLOSE not in headers and self._has_rest and not await self._take_rest():
+            headers.append(CLOSE)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _take_rest(self) -> bool:
+        self._has_rest = not await take_rest(self._scope, self._receive)
+        return not self._has_rest
 
     def _sent_id(self) -> str:
         sent = self.headers(b"x-request-id")
         fits = sent and sent[0].isascii() and sent[0].isprintable()
         return sent[0][:_MAX_ID_CHARACTERS] if fits else ""
-
-
-def _too_large(most_bytes: int) -> HttpError:
-    return HttpError(
-        413,
-        "invalid_request_error",
-        f"the body has more than {most_bytes} bytes (--max-message-bytes)",
-    )

@@ -107,6 +107,8 @@ def _check_float32(value: float) -> float:
 
 
 def _as_list(given: str | list[str]) -> list[str]:
+    if given == "":  # some clients' way to leave it out
+        return []
     return [given] if isinstance(given, str) else given
 
 
@@ -135,7 +137,7 @@ def _by_token_id(given: dict[str, float | None]) -> dict[int, float]:
     for name, bias in given.items():
         is_id = name.isascii() and name.isdecimal() and len(name.lstrip("0")) <= 10
         if not is_id or int(name) > _UINT32:
-            raise ValueError("must have token ids as its names")
+            raise ValueError(f"must have token ids as its names, got {json.dumps(name[:64])}")
         read[int(name)] = min(max(bias or 0.0, -1e30), 1e30)
     return read
 

@@ -6,8 +6,9 @@ import asyncio
 import functools
 import json
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Final
@@ -32,6 +33,7 @@ from kvrelay.router.callers import ANYBODY, Caller
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.http import openapi
 from kvrelay.router.doors.http.answers import ChatStyle, CompletionStyle
+from kvrelay.router.doors.http.bodies import Bodies, take_rest
 from kvrelay.router.doors.http.chat_tools import Dialect
 from kvrelay.router.doors.http.completion_bodies import (
     check_fits,
@@ -47,7 +49,7 @@ from kvrelay.router.doors.http.errors import (
     answer_to,
     internal_error,
 )
-from kvrelay.router.doors.http.exchange import Bodies, ClientGone, Exchange
+from kvrelay.router.doors.http.exchange import ClientGone, Exchange
 from kvrelay.router.doors.http.json_body import parse_body, read_body, refusing_depth
 from kvrelay.router.doors.http.live_page import LivePage
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
@@ -60,7 +62,7 @@ from kvrelay.router.doors.http.protocol import (
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
-from kvrelay.router.errors import RequestError, TooManyCalls, Unavailable
+from kvrelay.router.errors import RequestError, TooManyCalls, Unavailable, UnknownModel
 from kvrelay.router.metrics import HTTP_RESPONSES, RouterMetrics
 from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.sessions import Sessions
@@ -94,10 +96,17 @@ class Behind:
 def make_app(behind: Behind) -> ASGIApp:
     """Make the application of the door."""
     door = _Door(behind)
-    app: ASGIApp = Starlette(
-        routes=[one.route(behind) for one in _paths(door)],
-        exception_handlers={HTTPException: _refuse, Exception: _fail},
+    paths = _paths(door)
+    served = frozenset({one.path for one in paths if "{" not in one.path})
+    routed = Starlette(
+        routes=[one.route(behind) for one in paths],
+        exception_handlers={
+            HTTPException: functools.partial(_refuse, served),
+            Exception: _fail,
+        },
     )
+    routed.router.redirect_slashes = False
+    app: ASGIApp = _WithoutSlash(routed, served)
     app = with_origins(app, behind.config.http_origins)
     host = str(behind.config.http_address).rpartition(":")[0].strip("[]")
     if behind.tokens is None and is_loopback(host):
@@ -173,6 +182,20 @@ def _paths(door: _Door) -> Sequence[_Path]:
         _Path("/ping", "GET", door.health, answers=()),
         _Path("/ping", "POST", door.health, answers=()),
     ]
+
+
+class _WithoutSlash:
+    """An application that serves a path with a slash at its end as the path without it."""
+
+    def __init__(self, app: ASGIApp, served: Container[str]) -> None:
+        self._app = app
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") and path[:-1] in self._served:
+            scope = {**scope, "path": path[:-1]}
+        await self._app(scope, receive, send)
 
 
 class _Endpoint:
@@ -334,7 +357,7 @@ class _Door:
         elif asked == model["id"]:
             await _send(exchange, model)
         else:
-            raise HttpError(404, "invalid_request_error", "there is no such model")
+            raise UnknownModel(model["id"], asked[:128])
 
     async def version(self, exchange: Exchange, caller: Caller) -> None:
         """GET /version: that of kvrelay."""
@@ -374,7 +397,7 @@ class _Door:
         """Return OpenAI's description of a model, with vLLM's additions."""
         config = self._behind.config
         try:
-            max_model_len = self._behind.fleet.limits().max_model_len
+            max_model_len = self._behind.fleet.limits().most_tokens
         except Unavailable:  # before the first worker has come
             max_model_len = None
         return {
@@ -404,12 +427,19 @@ def _session_list(states: Sequence[pb.SessionState]) -> bytes:
     return json.dumps({"object": "list", "data": data}).encode()
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _refuse(served: Container[str], request: Request, error: Exception) -> Response:
     """Answer a call of a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:128]} is not served"
+    path = request.url.path
+    what = f"{request.method} {path[:128]} is not served"
+    meant = "/v1/" + re.sub("^(/v1)*/", "", path.rstrip("/"))
+    if meant != path and meant in served:
+        what += f", but {meant} is: a client's base URL ends in /v1, once"
     told = answer_to(HttpError(error.status_code, "invalid_request_error", what))
-    return Response(told.body, told.status, error.headers, media_type="application/json")
+    headers = dict(error.headers or {})
+    if not await take_rest(request.scope, request.receive):
+        headers["connection"] = "close"
+    return Response(told.body, told.status, headers, media_type="application/json")
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +20,7 @@ from uvicorn.server import ServerState
 
 from kvrelay.net.door_rules import HTTP
 from kvrelay.net.tls import TlsFiles, server_context
+from kvrelay.router.doors.http.http_parser import PlainHttpParser
 
 _log = logging.getLogger(__name__)
 MOST_CONNECTIONS: Final = HTTP.most_connections or 0
@@ -27,8 +30,6 @@ One more ends the oldest handshake or the oldest idle connection, from the large
 """
 HEAD_SECONDS: Final = HTTP.begin_seconds
 """The time in which a request's head must arrive, and a TLS handshake must end."""
-IDLE_SECONDS: Final = HTTP.idle_seconds or 0.0
-"""The time that a connection may idle between two calls."""
 _MOST_HEAD_BYTES: Final = HTTP.most_head_bytes
 _MOST_TRAILER_BYTES: Final = 8 << 10
 _MOST_PIPELINED: Final = 8
@@ -49,6 +50,8 @@ class ConnectionBounds:
     """The most bytes of a body that is read at all."""
     flush_seconds: float
     """The time in which a client must take a part of the answer that waits for it."""
+    idle_seconds: float
+    """The time that a connection may idle between two calls."""
     idle: dict[_Connection, None] = field(default_factory=dict)
     """The connections without a call, the longest idle first."""
 
@@ -64,6 +67,8 @@ class _Connection(HttpToolsProtocol):
 
     def __init__(self, config: Config, state: ServerState, bounds: ConnectionBounds) -> None:
         super().__init__(config, state, {})
+        self.parser = PlainHttpParser(self)  # type: ignore[assignment]
+        self.timeout_keep_alive = bounds.idle_seconds  # type: ignore[assignment]
         self._bounds = bounds
         self._head_timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -132,6 +137,7 @@ class _Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         self._bounds.idle.pop(self, None)
+        _set_date(self.server_state)
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -171,6 +177,12 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._await_flush()
+
+
+def _set_date(state: ServerState) -> None:
+    """Let the headers of all answers, from now on, have the time of this second."""
+    date = (b"date", formatdate(int(time.time()), usegmt=True).encode())
+    state.default_headers[:] = [date]
 
 
 class _UntilClosed:
@@ -231,9 +243,8 @@ class HttpListener:
             log_level="error",
             access_log=False,
             server_header=False,
-            date_header=False,
+            date_header=False,  # uvicorn sets it in a loop of its own, which does not run here
             ws="none",
-            timeout_keep_alive=int(IDLE_SECONDS),
         )
         self._config.load()
         self._accepting: asyncio.Task[None] | None = None

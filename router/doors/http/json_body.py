@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import sys
@@ -38,7 +39,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
         )
     try:
         with _short_integers():
-            parsed = json.loads(body.decode())
+            parsed = json.loads(body.removeprefix(codecs.BOM_UTF8).decode())
         if b"\\u" in body:  # half a surrogate pair is no text, and cannot be encoded again
             json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -133,6 +134,7 @@ _PROBLEMS: Final = {
     "less_than_equal": "must be at most {le}, got {got}",
     "too_short": "must have at least {min_length}, got {actual_length}",
     "too_long": "must have at most {max_length}, got {actual_length}",
+    "string_too_short": "must have at least {min_length} character",
     "string_pattern_mismatch": "must match {pattern}",
 }
 """The wording of pydantic's kinds of errors; others bring their own."""

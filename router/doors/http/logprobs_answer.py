@@ -7,7 +7,7 @@ compares the two for equality.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,9 @@ _LEAST: Final = -9999.0
 _BYTES_OF_A_TOKEN: Final = 16
 """The bytes of a token in the four lists beside its name and numbers: an offset and commas."""
 _Written = tuple[str, int, str, str]
-"""A token's name in JSON, its characters, its log-probability and its alternatives."""
+"""A token's name in JSON, the characters that it adds, its log-probability and alternatives."""
+Lengths = Callable[[int], int]
+"""A function that returns the characters that the next token adds to the text."""
 
 
 class TokenNames:
@@ -38,6 +40,14 @@ class TokenNames:
         """Return the token's name."""
         return f"token_id:{token_id}" if self._as_ids else self._texts.text_of(token_id)
 
+    def lengths(self, *, skip_special_tokens: bool) -> Lengths:
+        """Return a counter of the characters of an output's tokens."""
+        return self._texts.lengths(skip_special_tokens=skip_special_tokens)
+
+    def lengths_in(self, text: str) -> Lengths:
+        """Return a counter of the characters of a text's tokens."""
+        return self._texts.lengths_in(text)
+
     def bytes_of(self, token_id: int) -> str:
         """Return the token's bytes, as a JSON list."""
         return json.dumps(list(self._texts.bytes_of(token_id)))
@@ -50,7 +60,10 @@ class LogprobsWriter(Protocol):
         """Take the first token of an echoed prompt, which has no probability."""
 
     def write(self, tokens: Sequence[SampledToken]) -> Sequence[Any]:
-        """Write tokens in the form that `add` of this choice, or others of the call, takes."""
+        """Write output tokens in the form that `add` takes."""
+
+    def write_prompt(self, tokens: Sequence[SampledToken]) -> Sequence[Any]:
+        """Write tokens of the prompt in the form that `add` of all its choices takes."""
 
     def add(self, written: Sequence[Any]) -> int:
         """Take the next tokens, as written; return their approximate bytes in the answer."""
@@ -65,11 +78,17 @@ class CompletionLogprobs:
     Args:
         names: the names of tokens.
         alternatives: the number of alternatives that each position shows.
+        lengths: counts the characters that output tokens add to the text.
+        lengths_of_prompt: the same for the tokens of an echoed prompt.
     """
 
-    def __init__(self, names: TokenNames, alternatives: int) -> None:
+    def __init__(
+        self, names: TokenNames, alternatives: int, lengths: Lengths, lengths_of_prompt: Lengths
+    ) -> None:
         self._names = names
         self._alternatives = alternatives
+        self._lengths = lengths
+        self._lengths_of_prompt = lengths_of_prompt
         self._offset = 0
         self._clear()
 
@@ -81,12 +100,16 @@ class CompletionLogprobs:
 
     def add_first(self, token_id: int) -> None:
         """Take the first token of an echoed prompt, which has no probability."""
-        name = self._names.of(token_id)
-        self.add([(quoted(name), len(name), "null", "null")])
+        length = self._lengths_of_prompt(token_id)
+        self.add([(quoted(self._names.of(token_id)), length, "null", "null")])
 
     def write(self, tokens: Sequence[SampledToken]) -> Sequence[_Written]:
-        """Write tokens in the form that `add` of this choice, or others of the call, takes."""
-        return [self._write(token, _number(token.logprob)) for token in tokens]
+        """Write output tokens in the form that `add` takes."""
+        return [self._write(token, self._lengths(token.token_id)) for token in tokens]
+
+    def write_prompt(self, tokens: Sequence[SampledToken]) -> Sequence[_Written]:
+        """Write tokens of the prompt in the form that `add` of all its choices takes."""
+        return [self._write(token, self._lengths_of_prompt(token.token_id)) for token in tokens]
 
     def add(self, written: Sequence[_Written]) -> int:
         """Take the next tokens, as written; return their approximate bytes in the answer."""
@@ -112,9 +135,10 @@ class CompletionLogprobs:
         self._clear()
         return written
 
-    def _write(self, token: SampledToken, logprob: str) -> _Written:
-        name = self._names.of(token.token_id)
-        return quoted(name), len(name), logprob, self._alternatives_of(token, logprob)
+    def _write(self, token: SampledToken, length: int) -> _Written:
+        logprob = _number(token.logprob)
+        name = quoted(self._names.of(token.token_id))
+        return name, length, logprob, self._alternatives_of(token, logprob)
 
     def _alternatives_of(self, token: SampledToken, logprob: str) -> str:
         shown = {
@@ -142,8 +166,12 @@ class ChatLogprobs:
         """Do nothing: no conversation is echoed."""
 
     def write(self, tokens: Sequence[SampledToken]) -> Sequence[str]:
-        """Write tokens in the form that `add` of this choice, or others of the call, takes."""
+        """Write tokens in the form that `add` takes."""
         return [self._write(token) for token in tokens]
+
+    def write_prompt(self, tokens: Sequence[SampledToken]) -> Sequence[str]:
+        """Write tokens as `write` does."""
+        return self.write(tokens)
 
     def add(self, written: Sequence[str]) -> int:
         """Take the next tokens, as written; return their bytes in the answer."""
@@ -194,7 +222,8 @@ class PromptLogprobs:
         ranked = enumerate(token.top[: self._alternatives], start=1)
         shown = {one.token_id: self._one(one, str(rank)) for rank, one in ranked}
         if token.token_id not in shown:
-            shown[token.token_id] = self._one(token, "null")
+            rank = "null" if token.rank is None else str(token.rank)
+            shown[token.token_id] = self._one(token, rank)
         return _object([(f'"{token_id}"', one) for token_id, one in shown.items()])
 
     def _one(self, one: SampledToken | TokenLogprob, rank: str) -> str:

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvrelay.router.doors.http.bodies import CLOSE, take_rest
 from kvrelay.router.doors.http.errors import HttpError, answer_to
 
 
@@ -65,7 +66,8 @@ class _OwnHosts:
         if name in self._names or name in ("", "localhost") or _is_address(name):
             await self._app(scope, receive, send)
         else:
-            await _refuse(send, "this server has another host name (--http-origins)")
+            why = "this server has another host name (--http-origins)"
+            await _refuse(scope, receive, send, why)
 
 
 class _OwnPages:
@@ -81,13 +83,15 @@ class _OwnPages:
         if origin is None or origin in self._origins or _is_own(origin, headers.get("host", "")):
             await self._app(scope, receive, send)
             return
-        await _refuse(send, "a page of another origin may not call this server (--http-origins)")
+        why = "a page of another origin may not call this server (--http-origins)"
+        await _refuse(scope, receive, send, why)
 
 
-async def _refuse(send: Send, why: str) -> None:
+async def _refuse(scope: Scope, receive: Receive, send: Send, why: str) -> None:
+    await take_rest(scope, receive)
     told = answer_to(HttpError(403, "permission_error", why))
     length = (b"content-length", b"%d" % len(told.body))
-    sent = [(b"content-type", b"application/json"), length, (b"connection", b"close")]
+    sent = [(b"content-type", b"application/json"), length, CLOSE]
     await send({"type": "http.response.start", "status": told.status, "headers": sent})
     await send({"type": "http.response.body", "body": told.body})
 

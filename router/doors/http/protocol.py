@@ -129,7 +129,7 @@ class GenerationFields(SamplingFields):
     guided_grammar: str | None = None
     guided_choice: Strings | None = None
     priority: Int32 | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     session_id: Any = None
     """An open session's id; clients of other servers send what they like."""
 
@@ -141,6 +141,9 @@ class GenerationFields(SamplingFields):
     service_tier: Any = None
     guided_decoding_backend: Any = None
     request_id: Any = None
+    store: Any = None
+    verbosity: Any = None
+    prompt_cache_retention: Any = None
 
     # Served with the values alone at which they have no effect.
     allowed_token_ids: Annotated[Any, Only([])] = None
@@ -148,7 +151,6 @@ class GenerationFields(SamplingFields):
     include_stop_str_in_output: Annotated[Any, Only(False)] = None
     length_penalty: Annotated[Any, Only(1)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
-    store: Annotated[Any, Only(False)] = None
     use_beam_search: Annotated[Any, Only(False)] = None
 
 
@@ -287,7 +289,9 @@ class ChatFields(RequestBody):
     chat_template: Annotated[Any, Only()] = None
     chat_template_kwargs: Object | None = None
     documents: Annotated[Any, Only([])] = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -302,6 +306,9 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
     modalities: Annotated[Any, Only(["text"])] = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    best_of: Annotated[Any, Only(1)] = None
     echo: Annotated[Any, Only(False)] = None
 
 
@@ -335,7 +342,7 @@ class TokenizeChatRequest(ChatFields):
 class DetokenizeRequest(RequestBody):
     """The body of /detokenize."""
 
-    tokens: TokenIds | None = None
+    tokens: TokenIds
     model: str | None = None
     skip_special_tokens: bool | None = None
 

@@ -63,7 +63,7 @@ class Tokenizing:
             names = [self._texts.tokenizer.id_to_token(one) for one in ids]
         return {
             "count": len(ids),
-            "max_model_len": limits.max_model_len,
+            "max_model_len": limits.most_tokens,
             "tokens": list(ids),
             "token_strs": names,
         }
@@ -72,7 +72,7 @@ class Tokenizing:
         """Return the text of token ids."""
         body = read_body(DetokenizeRequest, members)
         self._check_model(body.model)
-        ids = body.tokens or []
+        ids = body.tokens
         check_token_ids("tokens", ids, self._fleet.limits().vocab_size)
         if len(ids) > MAX_TEXT_TOKENS:
             raise InvalidField(

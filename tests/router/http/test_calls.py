@@ -24,9 +24,11 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
 from kvrelay.router.errors import StartError
 from kvrelay.router.router import Router
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster
-from ..scripted_worker import COUNTED, until
+from ..scripted_worker import COUNTED, ScriptedWorker, until
 from .client import CHAT, PROMPT, TEMPLATE, events, text_of
 
 
@@ -143,6 +145,37 @@ async def test_the_parameters_come_to_the_workers(
     assert dict(params.logit_bias) == {9: -100}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": True, "verbosity": "low", "prompt_cache_retention": "24h"},
+        {"stop": "", "functions": [], "function_call": "auto", "best_of": 1},
+        {"reasoning_effort": "high", "cache_salt": "s"},
+    ],
+)
+async def test_fields_without_effect_are_taken(
+    http: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    (await http.post("/v1/chat/completions", json={**CHAT, **fields})).raise_for_status()
+
+
+@pytest.mark.parametrize(("named", "told"), [([], None), ([400], 400), ([399], None)])
+async def test_an_output_that_ends_by_itself_has_no_stop_reason(
+    cluster: Cluster, http: httpx.AsyncClient, named: list[int], told: int | None
+) -> None:
+    async def say(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+        reason = worker_pb2.RequestEnd.REASON_STOP
+        end = worker_pb2.RequestEnd(reason=reason, matched_token_id=400)
+        worker.say(submit, 0, (5, 400), end=end)
+
+    cluster.prefill.on_submit = say
+    body = {**PROMPT, "stop_token_ids": named}
+    [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", told)
+    streamed = events((await http.post("/v1/completions", json={**body, "stream": True})).text)
+    assert streamed[-1]["choices"][0]["stop_reason"] == told
+
+
 async def test_a_call_id_comes_back(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/completions", json=PROMPT, headers={"x-request-id": "mine"})
     assert answer.headers["x-request-id"] == "mine"
@@ -154,7 +187,10 @@ async def test_the_model_and_the_small_paths(cluster: Cluster, http: httpx.Async
     assert (model["id"], model["object"], model["max_model_len"]) == ("counter", "model", 512)
     assert Path(model["root"]) == cluster.router._config.model_path
     assert (await http.get("/v1/models/counter")).json() == model
-    assert (await http.get("/v1/models/other")).status_code == 404
+    other = await http.get("/v1/models/other")
+    error = other.json()["error"]
+    assert (other.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "'other'" in error["message"]
     assert (await http.get("/version")).json()["version"]
     assert (await http.get("/health")).status_code == 200
     metrics = await http.get("/metrics")
@@ -179,6 +215,34 @@ async def test_a_client_that_leaves_ends_its_requests(
         await until(lambda wanted=number + 1: len(cluster.decode.cancels) >= wanted)  # type: ignore[misc]
         assert (await cluster.server_info()).live_requests == 0
     assert await cluster.metric("kvrelay_requests_total") == 4
+
+
+async def test_calls_are_aborted_by_the_id_that_their_client_gave(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    cluster.decode.on_submit = None
+    body = {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 8}
+    calls = [
+        asyncio.create_task(
+            http.post("/v1/completions", json=body, headers={"x-request-id": request_id})
+        )
+        for request_id in ("mine", "mine", "other")
+    ]
+    await cluster.decode.submitted(6)
+
+    async def abort(request_id: str) -> bool:
+        answer = await cluster.stub.Abort(pb.AbortRequest(request_id=request_id))
+        return bool(answer.aborted)
+
+    assert not await abort("min")
+    assert await abort("mine")
+    for call in calls[:2]:
+        choices = (await call).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+    assert (await cluster.server_info()).live_requests == 2
+    assert await abort("other")
+    assert (await calls[2]).status_code == 200
+    assert not await abort("mine")
 
 
 async def test_requests_of_one_call_end_together(cluster: Cluster, http: httpx.AsyncClient) -> None:
@@ -283,6 +347,7 @@ async def test_tokenize_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) 
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": [402]}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
     ]
     for path, body, param in wrong:
         answer = await http.post(path, json=body)

@@ -15,7 +15,7 @@ import pytest
 from kvrelay.net.door_rules import HTTP, MethodRule
 from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.doors.http import exchange, http_listener
+from kvrelay.router.doors.http import bodies, http_listener
 from tests.certificates import Authority
 
 from ..cluster import Cluster
@@ -159,7 +159,7 @@ async def test_a_body_that_does_not_arrive(
 async def test_a_body_more_than_are_taken_ends_the_oldest(
     http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "HTTP", replace(HTTP, most_receiving=2))
+    monkeypatch.setattr(bodies, "HTTP", replace(HTTP, most_receiving=2))
     head = HEAD + b"content-length: 100\r\n\r\n{"
     async with contextlib.AsyncExitStack() as stack:
         cluster, http = await stack.enter_async_context(counting(http_config))
@@ -215,11 +215,9 @@ async def test_trailers_are_no_headers_and_have_a_bound(
         await is_served(http)
 
 
-async def test_empty_lines_after_an_answer_are_no_call(
-    http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_listener, "IDLE_SECONDS", 1)
-    async with counting(http_config) as (cluster, _), connection(cluster) as (reader, writer):
+async def test_empty_lines_after_an_answer_are_no_call(http_config: RouterConfig) -> None:
+    hasty = replace(http_config, http_keep_alive=1.0)
+    async with counting(hasty) as (cluster, _), connection(cluster) as (reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         writer.write(b"\r\n" * 1000)

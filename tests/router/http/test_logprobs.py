@@ -21,9 +21,11 @@ from kvrelay.router.doors.http.answers import (
 )
 from kvrelay.router.doors.http.logprobs_answer import TokenNames
 from kvrelay.router.requests.events import Delta
+from kvrelay.text.token_texts import TokenTexts
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.output import SampledToken
+from tests.known import known
 
 from ..cluster import Cluster
 from ..scripted_worker import HANDED_OVER, LENGTH, ScriptedWorker, counted
@@ -61,7 +63,7 @@ def scores(token_id: int) -> pb.TokenLogprobs:
         pb.TokenLogprob(token_id=token_id - 1, logprob=-0.25),
         pb.TokenLogprob(token_id=token_id, logprob=-0.3),
     ]
-    return pb.TokenLogprobs(token_id=token_id, logprob=-0.3, top=top)
+    return pb.TokenLogprobs(token_id=token_id, logprob=-0.3, top=top, rank=2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -141,7 +143,7 @@ async def test_log_probabilities_of_the_prompt_in_vllms_form(
     first, second = choice["prompt_logprobs"]
     assert first is None
     assert second["19"]["rank"] == 1
-    assert (second["20"]["rank"], second["20"]["logprob"]) == (None, float(np.float32(-0.3)))
+    assert (second["20"]["rank"], second["20"]["logprob"]) == (2, float(np.float32(-0.3)))
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([10, 20], [21])
     chat = (await http.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True})).json()
     assert chat["prompt_token_ids"] == list(cluster.prefill.submits[-1].input_ids)
@@ -193,12 +195,50 @@ def test_an_echoed_prompt_is_written_once_for_all_choices() -> None:
             names.append(token_id)
             return str(token_id)
 
+        def lengths(self, *, skip_special_tokens: bool) -> Any:
+            return lambda token_id: 1
+
+        def lengths_in(self, text: str) -> Any:
+            return lambda token_id: 1
+
     answer, held = CompletionAnswer(CompletionStyle(), "x", "m"), HeldAnswer(1 << 20)
     shown = Shown(TokenNames(Texts(), as_ids=False), logprobs=0, echo=True)  # type: ignore[arg-type]
     whole = Whole(answer, PromptPart(0, 16, range(100)), shown, held)
     names.clear()
     whole(Delta(0, (), "", prompt_logprobs=tuple(SampledToken(n, -0.5) for n in range(1, 100))))
     assert len(names) == 2 * 99
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_offsets_are_places_in_the_text(
+    cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer, as_ids: bool
+) -> None:
+    scored(cluster)
+    text = "Hi 🎉 é"
+    body = {"prompt": text, "echo": True, "max_tokens": 2, "logprobs": 0}
+    body["return_tokens_as_token_ids"] = as_ids
+    [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+    places = choice["logprobs"]["text_offset"]
+    ids = tokenizer.encode(text).ids
+    assert len(places) == len(ids) + 2
+    begun = [
+        len(tokenizer.decode(ids[:end]).rstrip("\N{REPLACEMENT CHARACTER}"))
+        for end in range(len(ids))
+    ]
+    assert places[: len(ids)] == begun
+    assert places[len(ids)] == len(text)
+    by_ids = (await http.post("/v1/completions", json={**body, "prompt": ids})).json()
+    assert by_ids["choices"][0]["logprobs"]["text_offset"] == places
+
+
+def test_special_tokens_that_the_tokenizer_adds_have_no_place(tokenizer: Tokenizer) -> None:
+    end = known(tokenizer.token_to_id("<|end|>"))
+    texts = TokenTexts(tokenizer)
+    ids = [end, *tokenizer.encode("a<|end|>b").ids, end]
+    lengths = texts.lengths_in("a<|end|>b")
+    assert list(map(lengths, ids)) == [0, 1, len("<|end|>"), 1, 0]
+    skipping, whole = (texts.lengths(skip_special_tokens=skip) for skip in (True, False))
+    assert (list(map(skipping, ids)), list(map(whole, ids))) == ([0, 1, 0, 1, 0], [7, 1, 7, 1, 7])
 
 
 async def test_streamed_token_ids_and_their_names(

@@ -75,7 +75,7 @@ async def test_each_field_of_the_page_is_in_the_document(http: httpx.AsyncClient
         ("/v1/sessions", 0, {}, []),
         ("/tokenize", 0, {"prompt": "x"}, ["prompt"]),
         ("/tokenize", 1, {"messages": CHAT["messages"]}, ["messages"]),
-        ("/detokenize", 0, {"tokens": [1]}, []),
+        ("/detokenize", 0, {"tokens": [1]}, ["tokens"]),
     ],
 )
 async def test_the_reader_knows_the_fields_of_the_document_and_no_others(
