@@ -167,6 +167,7 @@ async def test_every_answer_says_when_it_was_made(http: httpx.AsyncClient) -> No
         ("identity", BODY),
         ("", b"\xef\xbb\xbf" + BODY),
     ],
+    ids=["gzip", "upper case", "deflate", "identity", "byte order mark"],
 )
 async def test_a_body_in_another_encoding(
     http: httpx.AsyncClient, encoding: str, content: bytes
