@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from typing import Final
 
-from kvrelay.net.door_rules import ANY_NUMBER, MAX_MESSAGE_BYTES, ListenerRule
+from kvrelay.net.door_rules import MAX_MESSAGE_BYTES, MOST_PENDING, ListenerRule
 
 Options = list[tuple[str, int]]
 
@@ -57,9 +57,10 @@ def server_options(rule: ListenerRule, most_bytes: int, *, internal: bool) -> Op
         ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
         ("grpc.server_handshake_timeout_ms", _ms(rule.begin_seconds)),
         ("grpc.max_allowed_incoming_connections", rule.most_connections or most_connections()),
-        # Of more than a thousand calls that wait, gRPC would end any at random, also another's.
-        ("grpc.server.max_pending_requests", ANY_NUMBER),
-        ("grpc.server.max_pending_requests_hard_limit", ANY_NUMBER),
+        # gRPC ends any of more, also another's: so there may be those of several connections.
+        ("grpc.server.max_pending_requests", MOST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
+        ("grpc.max_concurrent_streams", rule.most_streams),
         ("grpc.max_metadata_size", rule.most_head_bytes),
         ("grpc.absolute_max_metadata_size", rule.most_head_bytes),
         *_KEEPALIVE,  # it ends clients that read nothing at all, too
@@ -68,8 +69,6 @@ def server_options(rule: ListenerRule, most_bytes: int, *, internal: bool) -> Op
         options += _WITHOUT_CALLS
     elif rule.idle_seconds is not None:
         options.append(("grpc.max_connection_idle_ms", _ms(rule.idle_seconds)))
-    if rule.most_streams is not None:
-        options.append(("grpc.max_concurrent_streams", rule.most_streams))
     return options
 
 

@@ -14,6 +14,8 @@ from typing import Final
 KIB: Final = 1 << 10
 ANY_NUMBER: Final = (1 << 31) - 1
 """No bound, where a number is wanted."""
+MOST_PENDING: Final = 8192
+"""The most gRPC calls that nobody has taken yet, of all connections: each has some 14 KiB."""
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """The largest message between router and workers; well above what a router takes from a client."""
 HANDSHAKE_SECONDS: Final = 10.0
@@ -93,8 +95,8 @@ class ListenerRule:
     """The most messages that arrive at once. One more ends the longest of whoever has the most."""
     most_receiving_of_strangers: int = 16
     """The same for methods that anybody may call; 0: none of them has a message."""
-    most_streams: int | None = None
-    """The most open calls of a connection; None: no bound but those of the methods."""
+    most_streams: int = 1024
+    """The most open calls of a connection that speaks gRPC."""
 
 
 _INFERENCE: Final = "/kvrelay.v1.InferenceService/"

@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -65,11 +66,18 @@ class OpenCalls:
     Args:
         rule: the method's rule.
         make_room: called when there are too many; may end one soon. None: one more is refused.
+        hang_up: ends all calls of a caller soon, which is a connection; None: nobody's are ended.
     """
 
-    def __init__(self, rule: MethodRule, make_room: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        rule: MethodRule,
+        make_room: Callable[[], None] | None = None,
+        hang_up: Callable[[str], None] | None = None,
+    ) -> None:
         self._rule = rule
         self._make_room = make_room
+        self._hang_up = hang_up
         self._open: Counter[str] = Counter()
         self._num_open = 0
 
@@ -98,6 +106,10 @@ class OpenCalls:
         if self._make_room is None:
             return _TOO_MANY
         self._make_room()
+        if self._hang_up is not None:
+            greedy, number = max(self._open.items(), key=itemgetter(1))
+            if number > self._open[caller] + 1:
+                self._hang_up(greedy)
         # The one that ends is still counted: a few more may come meanwhile.
         return "" if self._num_open < 2 * most else _TOO_MANY
 
@@ -120,12 +132,17 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
     def __init__(self, rule: ListenerRule, caller_of: CallerOf) -> None:
         self._rules = rule.methods
         self._caller_of = caller_of
-        self._unread = UnreadAnswers(HangUps())
+        hang_up = HangUps()
+        self._unread = UnreadAnswers(hang_up)
         # Strangers end each other's receipts, and nobody else's.
         self._of_strangers = Receipts(rule.most_receiving_of_strangers)
         self._of_callers = Receipts(rule.most_receiving)
         self._open = {
-            method: OpenCalls(one, partial(self._unread.end_oldest, method))
+            method: OpenCalls(
+                one,
+                partial(self._unread.end_oldest, method),
+                hang_up if one.access is MethodAccess.ANYBODY else None,
+            )
             for method, one in self._rules.items()
         }
         self._trimmer = Trimmer()

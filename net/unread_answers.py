@@ -26,6 +26,8 @@ MOST_STUCK_OF_A_CONNECTION: Final = 8
 """The most answers of a connection that wait for too long; a proxy may have some slow clients."""
 MOST_STUCK: Final = 256
 """The most answers of all connections that wait for too long."""
+_LEAST_WAIT_SECONDS: Final = 1.0
+"""The least wait of an answer that may be given up for other calls: who reads reads sooner."""
 _PAUSE_SECONDS: Final = 0.1
 """The pause between two looks at all connections of the process."""
 
@@ -37,6 +39,7 @@ class _Unread:
         self.peer = peer
         self.method = method
         self.num_bytes = num_bytes + _STATE_BYTES
+        self.since = asyncio.get_running_loop().time()
         self.stuck = False
 
 
@@ -69,9 +72,10 @@ class UnreadAnswers:
             self._forget(unread)
 
     def end_oldest(self, method: str) -> None:
-        """Hang up on the peer whose answer of a method has waited longest, if any waits."""
+        """Hang up on the peer whose answer of a method has waited longest, if any waits long."""
         oldest = next((one for one in self._waiting if one.method == method), None)
-        if oldest is not None:
+        now = asyncio.get_running_loop().time()
+        if oldest is not None and now - oldest.since >= _LEAST_WAIT_SECONDS:
             self._end(oldest.peer)
 
     def _is_stuck(self, unread: _Unread) -> None:
@@ -129,8 +133,13 @@ class HangUps:
         try:
             while self._peers:
                 peers, self._peers = self._peers, set()
-                _log.info("hung up on %d connections with unread answers", len(peers))
-                await asyncio.to_thread(_close_connections, {_address(one) for one in peers})
+                try:
+                    await asyncio.to_thread(_close_connections, {_address(one) for one in peers})
+                except OSError as error:  # no more files
+                    _log.warning("cannot hang up on %d connections yet: %s", len(peers), error)
+                    self._peers |= peers
+                else:
+                    _log.info("hung up on %d connections that take too much", len(peers))
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             self._looking = None
@@ -145,14 +154,17 @@ def _address(peer: str) -> tuple[str, int]:
 def _close_connections(addresses: Set[tuple[str, int]]) -> None:
     """Shut down every connection of this process with one of these peers."""
     for file in Path("/proc/self/fd").iterdir():
-        # No socket, no peer, or closed by now. A copy: the number may soon be another file's.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(int(file.name))) as connection,
-        ):
-            peer: Any = connection.getpeername()
-            if isinstance(peer, tuple) and _plain(peer) in addresses:
-                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # no socket, no peer, or closed by now
+            copy = os.dup(int(file.name))  # the number may soon be another file's
+            try:
+                connection = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue
+            with connection:
+                peer: Any = connection.getpeername()
+                if isinstance(peer, tuple) and _plain(peer) in addresses:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _plain(peer: tuple[Any, ...]) -> tuple[str, int]:

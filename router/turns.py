@@ -91,15 +91,22 @@ class FairTurns:
 
     def _make_room(self, caller: str, size: int) -> bool:
         """Drop waiting work of callers who have more than this one would; return if that does."""
-        while self.held + size > self._most:
-            greedy = max(self._sizes, key=self._sizes.__getitem__, default=caller)
-            if greedy == caller or self._sizes[greedy] <= self._sizes.get(caller, 0) + size:
-                return False
-            dropped = self._waiting[greedy][-1]
-            self._remove(dropped)
-            if not dropped.turn.done():  # else it counts until its caller notices
-                self.held -= dropped.size
-                dropped.turn.set_result(False)
+        sizes, missing = dict(self._sizes), self.held + size - self._most
+        waiting = {one: iter(reversed(queue)) for one, queue in self._waiting.items()}
+        dropped: list[_Waiter] = []
+        while missing > 0:
+            greedy = max(sizes, key=sizes.__getitem__, default=caller)
+            if greedy == caller or sizes[greedy] <= sizes.get(caller, 0) + size:
+                return False  # so nobody's is dropped for nothing
+            last = next(waiting[greedy])
+            sizes[greedy] -= last.size
+            if not last.turn.done():  # else it counts until its caller notices
+                missing -= last.size
+                dropped.append(last)
+        for one in dropped:
+            self._remove(one)
+            self.held -= one.size
+            one.turn.set_result(False)
         return True
 
     def _remove(self, waiter: _Waiter) -> None:

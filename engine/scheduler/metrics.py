@@ -324,8 +324,9 @@ class WorkerMetrics(Instruments, Collector):
         self.history_tokens = 0
         """Tokens that the histories of sessions take."""
         self.pinned_bytes = 0
-        self.product_ways: Mapping[str, str] = {}
         """Pinned bytes of the host tier."""
+        self.product_ways: Mapping[str, str] = {}
+        """The way of products with each shape of weights, on a CPU."""
         for kind in Dropped:
             self.show(DROPPED_MESSAGES, kind=kind.value)
         self.registry.register(self)

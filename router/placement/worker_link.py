@@ -241,13 +241,19 @@ class WorkerLink:
     async def find_history(self, owner: str, digest: str, seconds: float) -> array[int]:
         """Ask the worker for the history of a session of this owner; empty: it has none.
 
-        Raises `AioRpcError` if it does not answer in time.
+        Raises `AioRpcError` if it does not answer in time, or leaves meanwhile.
         """
         request = worker_pb2.FindHistoryRequest(owner=owner, digest=digest)
         own = self._channel  # that of the stream; a new one would cost a handshake
         async with self._open_channel() if own is None else contextlib.nullcontext(own) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            answer = await stub.FindHistory(request, timeout=seconds)
+            try:
+                answer = await stub.FindHistory(request, timeout=seconds)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise _channel_has_ended() from None
         return array("I", answer.token_ids)
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -439,3 +445,9 @@ async def _until_none(
 ) -> AsyncIterator[worker_pb2.AttachRequest]:
     while (command := await commands.get()) is not None:
         yield command
+
+
+def _channel_has_ended() -> grpc.aio.AioRpcError:
+    """The error of a call whose channel was closed here: grpc itself cancels whoever waits."""
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the stream ended")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import struct
 import sys
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,13 +22,15 @@ from kvrelay.net import unread_answers
 from kvrelay.net.channels import bind, front_server
 from kvrelay.net.door_rules import GRPC, ListenerRule, MethodAccess, MethodRule
 from kvrelay.net.health_service import HealthService
-from tests.attack.http2 import DATA, HEADERS, connected, message
+from tests.attack.http2 import DATA, HEADERS, SETTINGS, connected, message
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 GENERATE = "/kvrelay.v1.InferenceService/Generate"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 QUICK = 0.1
+MAX_CONCURRENT_STREAMS = 3
+"""The number of this setting of HTTP/2."""
 
 
 def changed(method: str, **changes: Any) -> ListenerRule:
@@ -236,6 +240,13 @@ async def test_a_caller_has_no_more_calls_than_the_rule_says() -> None:
             assert await check(channel) == SERVING
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers may be given up as soon as they wait."""
+    monkeypatch.setattr(unread_answers, "_LEAST_WAIT_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_for_one_call_too_many_the_oldest_unread_answer_is_given_up() -> None:
     rule = changed(CHECK, most=2)
     async with (
@@ -254,6 +265,59 @@ async def test_for_one_call_too_many_the_oldest_unread_answer_is_given_up() -> N
         assert not other.reader.at_eof()
 
 
+async def test_who_reads_soon_is_not_hung_up_on_for_other_calls() -> None:
+    ended = list[str]()
+    answers = unread_answers.UnreadAnswers(ended.append)
+    with answers.waiting("honest", CHECK, 1, 60):
+        answers.end_oldest(CHECK)
+    assert ended == []
+
+
+async def test_idle_watches_of_a_stranger_give_way() -> None:
+    rule = changed(WATCH, most=2)
+    async with serving(rule) as (address, _), connected(address) as stranger:
+        stranger.begin()
+        for _ in range(4):
+            stranger.call(WATCH, message(b""))
+        async with connect(address) as channel, asyncio.timeout(5):
+            assert await check(channel) == SERVING  # all of it has come
+            stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+            with pytest.raises(grpc.aio.AioRpcError, match="too many calls"):
+                await stub.Watch(request).read()
+            await stranger.until_hung_up()
+            assert (await stub.Watch(request).read()).status == SERVING
+
+
+async def test_a_hang_up_leaves_no_file_open() -> None:
+    async with serving() as (address, _), connected(address) as silent, connect(address) as channel:
+        peer = silent.writer.get_extra_info("sockname")
+        assert await check(channel) == SERVING
+        unread_answers._close_connections({("127.0.0.1", 1)})
+        before = num_files()
+        for _ in range(3):
+            unread_answers._close_connections({("127.0.0.1", 1)})
+        assert num_files() == before
+        unread_answers._close_connections({peer[:2]})
+        async with asyncio.timeout(5):
+            await silent.until_hung_up()
+
+
+def num_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_connection_has_no_more_calls_than_the_rule_says() -> None:
+    rule = replace(GRPC, most_streams=7)
+    async with serving(rule) as (address, _), connected(address) as eager:
+        eager.begin()
+        async with asyncio.timeout(5):
+            while (told := await eager.receive()).kind != SETTINGS:
+                pass
+    settings = dict(struct.iter_unpack(">HI", told.payload))
+    assert settings[MAX_CONCURRENT_STREAMS] == 7
+
+
+@pytest.mark.usefixtures("at_once")
 async def test_strangers_give_up_no_callers_answer() -> None:
     rule = changed(CHECK, most=1)
     async with serving(rule) as (address, _), connected(address) as caller:

@@ -46,6 +46,20 @@ async def test_work_that_is_cancelled_gives_its_turn_on() -> None:
     assert turns.held == 0
 
 
+async def test_nothing_is_dropped_for_work_that_gets_no_room_all_the_same() -> None:
+    turns, order = FairTurns(1, 100), list[str]()
+    await turns.begin("r", 60, FullError)  # it runs, and cannot be dropped
+    tasks = [asyncio.create_task(work(turns, "a", order.append, size=5)) for _ in range(8)]
+    await asyncio.sleep(0)
+    for size in (39, 34, 29, 24):
+        with pytest.raises(FullError):
+            await work(turns, "b", order.append, size=size)
+    turns.end(60)
+    await asyncio.gather(*tasks)
+    assert order == ["a"] * 8
+    assert turns.held == 0
+
+
 async def test_who_has_most_makes_room_and_nobody_else() -> None:
     turns, order = FairTurns(1, 4), list[str]()
     await turns.begin("a", 1, FullError)
