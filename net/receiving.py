@@ -161,7 +161,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
             return handler
         opened = self._open[method]
 
-        async def serve(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        async def serve(_requests: Any, context: grpc.aio.ServicerContext) -> None:
             caller = self._caller_of(context)
             waiting = partial(self._unread.waiting, context.peer(), method)
             patient = _PatientContext(context, waiting, rule, handler.response_serializer)
@@ -171,15 +171,13 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
                     await context.abort(code, refusal, trailers)
                 try:
                     if handler.request_streaming:
-                        await _converse(handler, rule, requests, patient)
+                        await self._converse(handler, rule, caller, patient)
                     else:
                         await self._serve(handler, rule, caller, patient)
                 except BaseException as error:
                     _forget_locals(error)
                     raise
 
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(serve, handler.request_deserializer)
         # On the wire, a call with one message is a stream of one.
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -191,6 +189,8 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
         context: _PatientContext,
     ) -> None:
         message = await self._receive(handler.request_deserializer, rule, caller, context)
+        if message is grpc.aio.EOF:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         if not handler.response_streaming:
             await context.write(await handler.unary_unary(message, context))
             return
@@ -202,6 +202,28 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
         async for response in answered:
             await context.write(response)
 
+    async def _converse(
+        self,
+        handler: grpc.RpcMethodHandler,
+        rule: MethodRule,
+        caller: str,
+        context: _PatientContext,
+    ) -> None:
+        """Serve a call with a stream of messages, until its time is over."""
+
+        async def messages() -> AsyncIterator[Any]:
+            parse = handler.request_deserializer
+            while (one := await self._receive(parse, rule, caller, context)) is not grpc.aio.EOF:
+                yield one
+
+        try:
+            async with asyncio.timeout(rule.stream_seconds):
+                async for response in handler.stream_stream(messages(), context):
+                    await context.write(response)
+        except TimeoutError:
+            detail = f"the call has lasted for {rule.stream_seconds} s"
+            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, detail)
+
     async def _receive(
         self,
         parse: Callable[[bytes], Any] | None,
@@ -209,7 +231,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
         caller: str,
         context: _PatientContext,
     ) -> Any:
-        """Receive and parse the call's message; abort the call if it is late or invalid."""
+        """Receive and parse a message of the call; abort the call if it is late or invalid."""
         open_to_all = rule.access is MethodAccess.ANYBODY
         receipts = self._of_strangers if open_to_all else self._of_callers
         try:
@@ -220,7 +242,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
             detail = "the call's message did not arrive in time"
             await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, detail)
         if raw is grpc.aio.EOF:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+            return raw
         num_bytes = len(raw)
         if num_bytes >= LARGE_BYTES:
             self._trimmer.trim_soon()
@@ -232,19 +254,6 @@ class BoundedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc is
             return parse(raw) if parse is not None else raw
         except DecodeError as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"the message: {error}")
-
-
-async def _converse(
-    handler: grpc.RpcMethodHandler, rule: MethodRule, requests: Any, context: _PatientContext
-) -> None:
-    """Serve a call with a stream of messages, until its time is over."""
-    try:
-        async with asyncio.timeout(rule.stream_seconds):
-            async for response in handler.stream_stream(requests, context):
-                await context.write(response)
-    except TimeoutError:
-        detail = f"the call has lasted for {rule.stream_seconds} s"
-        await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, detail)
 
 
 class _PatientContext:

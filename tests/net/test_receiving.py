@@ -167,6 +167,18 @@ async def test_a_long_name_is_refused_and_not_kept(channel: grpc.aio.Channel, me
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_each_message_of_a_stream_keeps_to_the_rule(channel: grpc.aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    short, long = (
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="x" * size)
+        for size in (10, 2000)
+    )
+    call = stub.ServerReflectionInfo(iter([short, long]), timeout=10)
+    assert (await call.read()).error_response.error_code
+    with pytest.raises(grpc.aio.AioRpcError, match="this method takes 1024"):
+        await call.read()
+
+
 async def test_a_watch_of_an_unknown_service_ends(channel: grpc.aio.Channel) -> None:
     request = health_pb2.HealthCheckRequest(service="two")
     watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=10)
