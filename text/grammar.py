@@ -59,6 +59,10 @@ _LARK_PART: Final = re.compile(
 """A text, a comment, a regular expression, or what comes before a schema."""
 
 
+_NO_SCHEMA: Final = (ValueError, TypeError, ArithmeticError, RecursionError)
+"""The errors of reading what is no schema."""
+
+
 class GrammarError(Exception):
     """A grammar cannot be used, or an output does not keep to it; the message is one line.
 
@@ -221,6 +225,7 @@ class _Compilation(Future[CompiledGrammar]):
     def __init__(self, constraint: Constraint) -> None:
         super().__init__()
         self.constraint = constraint
+        self.begun = False
         self.compiled: CompiledGrammar | None = None
         """The compiled grammar; None: it is not there yet, or cannot be used."""
 
@@ -249,6 +254,8 @@ class Grammars:
         self._kept: OrderedDict[Constraint, _Compilation] = OrderedDict()
         """The members of `_held` that stay when nobody else holds them."""
         self._thread = ThreadPoolExecutor(1, "kvrelay-grammar")
+        self._renewing = ThreadPoolExecutor(1, "kvrelay-grammar-renewal")
+        """A thread for grammars that outputs in progress wait for, beside those of new requests."""
         self._freed: queue.SimpleQueue[None] = queue.SimpleQueue()
         """An entry for each large grammar that is gone: a finalizer may put into this queue."""
         self._is_started = False
@@ -257,8 +264,10 @@ class Grammars:
         self.on_hit: Callable[[], object] = lambda: None
         """A callback for each grammar that was there already."""
 
-    def prepare(self, constraint: Constraint) -> Future[CompiledGrammar]:
-        """The future of the compiled grammar.
+    def prepare(
+        self, constraint: Constraint, *, is_awaited: bool = False
+    ) -> Future[CompiledGrammar]:
+        """The future of the compiled grammar; `is_awaited`: a step waits, so it is not queued.
 
         The future raises `GrammarError` if the grammar cannot be used. Hold it as long as the
         grammar is needed. Do not cancel it: others may wait for the same future.
@@ -268,16 +277,20 @@ class Grammars:
             if held is None or (held.compiled is not None and held.compiled.is_spent):
                 self._start()
                 made = self._held[constraint] = _Compilation(constraint)
-                self._thread.submit(self._compile, weakref.ref(made))
+                thread = self._renewing if is_awaited else self._thread
+                thread.submit(self._compile, weakref.ref(made))
                 return made
             if held.done():
                 self._keep(held)
+            elif is_awaited:
+                self._renewing.submit(self._compile, weakref.ref(held))
         self.on_hit()
         return held
 
     def close(self) -> None:
         """Compile no more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._renewing):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
         """Start the threads. The stack takes only address space until it is used."""
@@ -288,11 +301,16 @@ class Grammars:
             ).start()
             with stack_of(WORKER_STACK_BYTES):
                 self._thread.submit(lambda: None)
+                self._renewing.submit(lambda: None)
 
     def _compile(self, wanted: weakref.ref[_Compilation]) -> None:
         made = wanted()
         if made is None:  # nobody waits for it any more
             return
+        with self._lock:
+            if made.begun:
+                return
+            made.begun = True
         begun = time.monotonic()
         try:
             made.compiled = self._measured(made.constraint)
@@ -372,6 +390,8 @@ def stack_of(num_bytes: int) -> Iterator[None]:
         threading.stack_size(before)
 
 
+_PLACE_IN_LARK: Final = re.compile(r"\d+\(\d+\): ")
+"""The line and the column of an error in a grammar's text, which its message begins with."""
 _WORDS: Final = (
     ("initial lexer configuration", "takes too much work to compile: its terminals are too large"),
     ("fuel exhausted", "takes too much work to compile: its terminals are too large"),
@@ -387,7 +407,8 @@ _WORDS: Final = (
 
 def words_of(error: str) -> str:
     """The message for an error of llguidance, on one line."""
-    for part, words in _WORDS:
+    is_placed = _PLACE_IN_LARK.match(error) is not None
+    for part, words in () if is_placed else _WORDS:
         if part in error:
             return words
     return one_line(error.replace("<non-verbose/>", ""))
@@ -438,7 +459,7 @@ def _lark(grammar: str) -> str:
             try:
                 _, end = decoder.raw_decode(grammar, found.end())
                 part = f"%json {enforced(grammar[found.end() : end])}"
-            except (ValueError, TypeError, RecursionError) as error:
+            except _NO_SCHEMA as error:
                 raise GrammarError(f"has %json with no JSON schema: {error}") from error
         elif part.startswith("/") and not part.startswith("//"):
             part = ascii_classes(part)
@@ -452,7 +473,7 @@ def _of_schema(schema: str) -> str:
         return LLMatcher.grammar_from_json_schema(
             enforced(schema), defaults=_JSON_DEFAULTS, overrides={"lenient": False}
         )
-    except (ValueError, TypeError, RecursionError) as error:
+    except _NO_SCHEMA as error:
         raise GrammarError(f"is no JSON schema: {error}") from error
 
 

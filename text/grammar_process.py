@@ -14,6 +14,7 @@ SIGPROF. All bounds are tighter than those of the workers that compile.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -48,6 +49,8 @@ _WALKS: Final = 16
 _WALK_TOKENS: Final = 48
 _WALK_CPU_SECONDS: Final = 0.25
 """The outputs whose masks are computed, the most tokens of each, and the CPU seconds for all."""
+_FEWEST_MASKS: Final = 25
+"""The fewest masks in that time: slower ones would hold up the steps of others."""
 _FEW: Final = 256
 """The most tokens of which each is as likely as the others."""
 _MOST_GROWTH_BYTES: Final = 64 << 20
@@ -82,10 +85,12 @@ class _Process:
         """Answer until the input ends, or until too much memory is left behind."""
         try:
             self._walks = _Walks(self._compiler.tokenizer)
+            self._compiler.compile(_Wanted(regex=r"[\s\S]"))
         except Exception as error:
             self._answer({"unusable": str(error)})
             return
-        self._compiler.compile(_Wanted(regex="a"))
+        with contextlib.suppress(GrammarError):  # a vocabulary may lack it
+            self._compiler.compile(_Wanted(regex="a"))
         self._first_bytes = _address_bytes()
         self._answer({"ready": True})
         for line in sys.stdin:
@@ -139,13 +144,16 @@ class _Walks:
 
     def check(self, matcher: LLMatcher) -> None:
         """Raise `GrammarError` if a mask on the way takes too much."""
-        until = time.process_time() + _WALK_CPU_SECONDS
+        until, masks = time.process_time() + _WALK_CPU_SECONDS, 0
         for number in range(_WALKS):
             walker, random = matcher.deep_copy(), Random(number)  # noqa: S311 - no secret
             for _ in range(_WALK_TOKENS):
                 allowed = int.from_bytes(walker.compute_bitmask(), "little")
                 raise_problem(walker)
+                masks += 1
                 if time.process_time() > until:
+                    if masks < _FEWEST_MASKS:
+                        raise GrammarError("allows so much at once that it takes too much work")
                     return
                 if walker.is_stopped() or not allowed:
                     break

@@ -36,10 +36,15 @@ _FORMATS: Final = frozenset(
 )
 """The formats that the compiler enforces; any other is an annotation."""
 _LARGEST: Final = 10**15
+_LARGEST_INTEGER: Final = 9 * 10**18
 _SMALLEST: Final = 1e-10
-"""The bounds of numbers that a schema leaves open: without them digits could go on for ever."""
+"""The bounds of numbers that a schema leaves open: without them digits could go on for ever.
+
+Integers have nearly those of 64 bits, as ids and times in nanoseconds need them.
+"""
 _NARROW: Final = 1e-6
-_ANY: Final = "any-value"
+_ANY: Final = "kvrelay-any-value"
+"""The name of a definition that is added, which no client has."""
 
 _MOST_TRIALS: Final = 200
 _DEFINITIONS: Final = ("$schema", "$defs", "definitions")
@@ -212,12 +217,13 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
     """Bound the digits of a number that has none of the bounds."""
     if not _allows(schema, "number", "integer") or _COMBINING & schema.keys():
         return
+    largest = _LARGEST if _allows(schema, "number") else _LARGEST_INTEGER
     lower = _number(schema, "minimum", "exclusiveMinimum")
     upper = _number(schema, "maximum", "exclusiveMaximum")
-    if upper is None and "maximum" not in schema and (lower is None or lower < _LARGEST):
-        upper = schema["maximum"] = _LARGEST
-    if lower is None and "minimum" not in schema and (upper is None or upper > -_LARGEST):
-        lower = schema["minimum"] = -_LARGEST
+    if upper is None and "maximum" not in schema and (lower is None or lower < largest):
+        upper = schema["maximum"] = largest
+    if lower is None and "minimum" not in schema and (upper is None or upper > -largest):
+        lower = schema["minimum"] = -largest
     is_wide = lower is not None and upper is not None and upper - lower > _NARROW
     if is_wide and _allows(schema, "number") and "multipleOf" not in schema:
         schema["multipleOf"] = _SMALLEST

@@ -28,7 +28,7 @@ from kvrelay.wire.submit import StructuredOutput
 Allowed: TypeAlias = TokenMasks | GrammarError
 """Masks of an item's next token and of the one after each draft, or why there are none."""
 Prepare = Callable[[StructuredOutput], Future[CompiledGrammar]]
-"""A function that compiles a grammar in the background."""
+"""A function that compiles a grammar in the background, before those that no step waits for."""
 Wanted: TypeAlias = tuple[int, TokenState, Sequence[int]]
 """An item's index in its step, and what its masks depend on: its tokens and its drafts."""
 
@@ -172,9 +172,11 @@ class GrammarMasks:
                 plain.append((grammar.matcher, begin))
             allowed[index] = rows[begin:end]
             begin = end
-        begun = time.monotonic()
+        begun, cpu = time.monotonic(), time.process_time()
         self._fill(plain, drafted, rows)
-        seconds = (time.monotonic() - begun) / max(len(used), 1)
+        # Neither while others have the core, nor what other threads compute.
+        took = min(time.monotonic() - begun, time.process_time() - cpu)
+        seconds = took / max(len(used), 1)
         for compiled in used:
             compiled.charge(seconds)
 

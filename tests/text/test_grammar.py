@@ -18,6 +18,7 @@ from kvrelay.text.grammar import (
     model_vocabulary,
 )
 from kvrelay.text.json_schema import find_place
+from kvrelay.wire.submit import StructuredOutput
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 from tests.known import known
 from tests.vocabularies import byte_vocabulary
@@ -211,3 +212,36 @@ def test_memory_of_a_large_grammar_goes_back_to_the_system(
     monkeypatch.setattr(grammar, "trim_heap", trimmed.set)
     grammars.prepare(Wanted(regex="a")).result().charge(60.0)
     assert trimmed.wait(60)
+
+
+def test_what_a_step_waits_for_does_not_queue() -> None:
+    grammars, begun, goes_on = Grammars(byte_vocabulary), threading.Event(), threading.Event()
+
+    def hold(_: float) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert goes_on.wait(60)
+
+    grammars.on_compiled = hold
+    held = [grammars.prepare(StructuredOutput(regex="a"))]
+    assert begun.wait(60)
+    queued = grammars.prepare(StructuredOutput(regex="b"))
+    for awaited in "bc":
+        future = grammars.prepare(StructuredOutput(regex=awaited), is_awaited=True)
+        assert future.result(60).new_matcher() is not None
+    assert queued.done()
+    assert not held[0].done()
+    goes_on.set()
+    assert held[0].result(60)
+    grammars.close()
+
+
+def test_an_error_of_lark_keeps_its_place(grammars: Grammars) -> None:
+    with pytest.raises(GrammarError, match=r"3\(1\): "):
+        grammars.prepare(StructuredOutput(grammar='start: "x" /[/]/\n')).result(60)
+
+
+def test_a_number_beyond_floats_is_no_schema(grammars: Grammars) -> None:
+    schema = '{"type": "number", "minimum": 0.5, "maximum": 1' + "0" * 400 + "}"
+    with pytest.raises(GrammarError, match="is no JSON schema"):
+        grammars.prepare(StructuredOutput(json_schema=schema)).result(60)

@@ -46,6 +46,18 @@ SAID: list[tuple[Any, str, bool]] = [
     ),
     ({"type": "string", "format": "date"}, '"x y"', False),
     ({"type": "array", "uniqueItems": False}, "[1,1]", True),
+    *(({"type": "integer"}, str(one), True) for one in (1790000000000000, 2**53 - 1, -(2**62))),
+    ({"type": "integer"}, "3" * 20, False),
+    ({"type": "number"}, "3" * 16, False),
+    (
+        {
+            "$defs": {"any-value": {"type": "boolean"}},
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/any-value"}, "b": {}},
+        },
+        '{"a":1,"b":1}',
+        False,
+    ),
     # An object has the members that are named, unless its schema says otherwise.
     (A, '{"a":1,"b":2}', False),
     ({"type": "array", "items": A}, '[{"b":2}]', False),

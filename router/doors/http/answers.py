@@ -227,7 +227,7 @@ class _Choices:
 
     def _reason(self, choice: int, end: ChoiceEnd) -> str:
         """Return why a choice ended; as in vLLM, `stop_reason` names the client's stop if any."""
-        if not self._shown.output:
+        if not self._shown.output and end.finish_reason is not FinishReason.ABORT:
             end = _NOTHING_SHOWN
         reason = str(end.finish_reason)
         called = self._spoken and self._spoken[choice].has_calls and self._shown.ends_by_calls

@@ -155,7 +155,8 @@ def read_tools(
     if name not in functions:
         what = f"{json.dumps(name[:64])} is no tool of this call"
         raise InvalidField("tool_choice.function.name", what)
-    params.structured_output.json_schema = json.dumps(_arguments(functions[name]))
+    arguments = _arguments(functions[name])
+    params.structured_output.json_schema = json.dumps(arguments, ensure_ascii=False)
     return Tools(tools, named=name)
 
 
