@@ -43,6 +43,7 @@ _SMALLEST: Final = 1e-10
 Integers have nearly those of 64 bits, as ids and times in nanoseconds need them.
 """
 _NARROW: Final = 1e-6
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANY: Final = "kvrelay-any-value"
 """The name of a definition that is added, which no client has."""
 
@@ -69,6 +70,7 @@ def enforced(schema: str) -> str:
     schemas = list(_all(root))
     parts = _parts(schemas, root)
     has_any = False
+    numbers: dict[str, str] = {}
     can_refer = not any("$id" in one for one in schemas if one is not root)
     for one in schemas:
         _read_annotations(one)
@@ -76,10 +78,15 @@ def enforced(schema: str) -> str:
             continue
         _close(one)
         _bound_numbers(one)
-        has_any |= can_refer and _name_any(one)
+        if can_refer:
+            _share_number(one, numbers)
+            has_any |= _name_any(one)
     if can_refer and not (root.keys() - _ANNOTATIONS - {"$defs", "definitions", "$schema", "$id"}):
         root["$ref"] = f"#/$defs/{_ANY}"
         has_any = True
+    if numbers:
+        shared = {name: json.loads(number) for number, name in numbers.items()}
+        root["$defs"] = {**root.get("$defs", {}), **shared}
     if has_any:
         root["$defs"] = {**root.get("$defs", {}), _ANY: _any_value()}
     return json.dumps(root, ensure_ascii=False)
@@ -227,6 +234,24 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
     is_wide = lower is not None and upper is not None and upper - lower > _NARROW
     if is_wide and _allows(schema, "number") and "multipleOf" not in schema:
         schema["multipleOf"] = _SMALLEST
+
+
+def _share_number(schema: dict[str, Any], shared: dict[str, str]) -> None:
+    """Refer to a definition of a number that may stand elsewhere, too, and is compiled once.
+
+    Args:
+        schema: changed if it says nothing but a number.
+        shared: the names of definitions by these, in JSON; gets new ones.
+    """
+    number = {name: schema[name] for name in ("type", *_BOUNDS) if name in schema}
+    if schema.get("type") not in ("integer", "number"):
+        return
+    if schema.keys() - _ANNOTATIONS - number.keys():
+        return
+    name = shared.setdefault(json.dumps(number, sort_keys=True), f"kvrelay-number-{len(shared)}")
+    for one in number:
+        del schema[one]
+    schema["$ref"] = f"#/$defs/{name}"
 
 
 def _number(schema: dict[str, Any], *names: str) -> float | None:

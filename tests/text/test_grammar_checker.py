@@ -84,6 +84,8 @@ BOMBS = [
     StructuredOutput(regex="((a{100}){100}){100}"),
     StructuredOutput(regex="(ab{1000}){1000}"),
     StructuredOutput(regex=f"b?{BOMB}"),
+    StructuredOutput(regex="x" * 60_000),
+    StructuredOutput(regex="x{60}(a{280}){300}([ab]{0,40}c){20}"),
     StructuredOutput(regex=f"[a-z]{{20}}{BOMB}"),
     StructuredOutput(regex=f"(foo|bar{BOMB})"),
     StructuredOutput(json_schema=json.dumps({"type": "string", "pattern": f"^{BOMB}$"})),
@@ -106,7 +108,7 @@ BOMBS = [
 ]
 HEAVY = [
     StructuredOutput(regex=r"([a-z]{1,100} ){1,100}"),
-    StructuredOutput(regex="x" * 60_000),
+    StructuredOutput(regex="x" * 10_000),
     StructuredOutput(json_schema='{"type": "string", "maxLength": 20000}'),
     StructuredOutput(choice=tuple(f"the choice with number {number}" for number in range(1500))),
     StructuredOutput(
@@ -144,7 +146,7 @@ def test_a_check_tells_what_the_grammar_takes(checker: GrammarChecker) -> None:
     assert checker.check(StructuredOutput(regex="a")) == LEAST_BYTES
     sizes = [checker.check(large) for _ in range(3)]
     assert min(sizes) > 1 << 20
-    assert max(sizes) < 1.1 * min(sizes) < 32 << 20
+    assert max(sizes) < 1.3 * min(sizes) < 32 << 20
 
 
 def test_the_search_for_a_place_is_a_part_of_the_check(checker: GrammarChecker) -> None:

@@ -162,3 +162,14 @@ def test_a_refusal_says_what_to_do(wanted: StructuredOutput, words: str) -> None
         begun(wanted)
     assert "non-verbose" not in str(caught.value)
     assert "coerce" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "number", [{"type": "integer"}, {"type": "number"}, {"type": "integer", "minimum": 0}], ids=str
+)
+def test_many_numbers_are_compiled_once(number: dict[str, Any]) -> None:
+    inner = {"properties": {f"b{one}": {**number, "description": "d"} for one in range(20)}}
+    outer = {"properties": {f"a{one}": {"type": "object", **inner} for one in range(60)}}
+    wanted = form({"type": "object", **outer})
+    assert is_taken(wanted, '{"a3":{"b7":17}}')
+    assert not is_taken(wanted, '{"a3":{"b7":"x"}}')
