@@ -20,7 +20,7 @@ from tests.cluster.in_process import InProcess, in_process
 pytestmark = pytest.mark.alone  # a step may take 0.3 s
 SECONDS = 60
 """Until what is awaited must have happened."""
-WIDE = 'start: /[ab]{150}/ x\nx: ' + " | ".join(f'/b/ "c{number}"' for number in range(4300))
+WIDE = "start: /[ab]{150}/ x\nx: " + " | ".join(f'/b/ "c{number}"' for number in range(4300))
 """A late mask fails, behind what the door tries: the parser has more alternatives than it takes."""
 SIDES = pytest.mark.parametrize("number", [0, 1], ids=["prefill", "decode"])
 
