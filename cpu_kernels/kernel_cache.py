@@ -28,7 +28,7 @@ from numba.core.caching import FunctionCache
 from kvrelay.options.user_cache import cache_home
 
 LONGEST_WAIT_SECONDS: Final = 60.0
-"""For another process to compile a kernel; it may be stopped, and then never ends."""
+"""The wait for another process's compiling or timing; it may be stopped, and then never ends."""
 _LOOK_SECONDS: Final = 0.02
 SOURCES: Final = Path(__file__).resolve().parent
 """The room of all code that kernels are compiled from; `jit` compiles no other file's."""
@@ -106,6 +106,22 @@ def share_compilation(dispatcher: Any) -> None:
     dispatcher._cache, dispatcher.compile = shared, compile_alone
 
 
+def wait_for_turn(file: IO[str]) -> None:
+    """Lock a file until it is closed; without its lock go on after `LONGEST_WAIT_SECONDS`.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    give_up_at = time.monotonic() + LONGEST_WAIT_SECONDS
+    while time.monotonic() < give_up_at:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOOK_SECONDS)
+        else:
+            return
+
+
 class SharedCache(FunctionCache):  # type: ignore[misc]
     """The files of one compiled function. Whoever does not find one is the next to make it.
 
@@ -138,16 +154,7 @@ class SharedCache(FunctionCache):  # type: ignore[misc]
     def _lock(self) -> None:
         with suppress(OSError):  # no place for the file: each process compiles for itself
             self._held = self._path.open("w")
-        give_up_at = time.monotonic() + LONGEST_WAIT_SECONDS
-        while self._held is not None and time.monotonic() < give_up_at:
-            try:
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_LOOK_SECONDS)
-            except OSError:  # the file system has no locks
-                return
-            else:
-                return
+            wait_for_turn(self._held)
 
 
 def make_cache_folder(home: Path, sources: Path = SOURCES) -> Path:

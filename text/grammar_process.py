@@ -111,8 +111,9 @@ class _Process:
         before = self._held_bytes()
         try:
             matcher = self._compiler.compile(wanted)
+            num_bytes = self._held_bytes() - before
             self._walks.check(matcher)
-            self._answer({"num_bytes": max(self._held_bytes() - before, 0)})
+            self._answer({"num_bytes": max(num_bytes, 0)})
             del matcher
         except GrammarError as error:
             self._answer({"problem": str(error)})

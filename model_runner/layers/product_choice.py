@@ -11,7 +11,6 @@ One process measures while others wait and read: workers of one machine compute 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from kvrelay.cpu_kernels.kernel_cache import kernel_folder
+from kvrelay.cpu_kernels.kernel_cache import kernel_folder, wait_for_turn
 from kvrelay.cpu_kernels.processor import cpu_features, processor_name
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class ProductChoice:
         with ExitStack() as turn:
             with suppress(OSError):  # no place for the lock: each process measures for itself
                 lock = turn.enter_context((self._folder / "products.lock").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                wait_for_turn(lock)
             table, row = self._read(), f"{self._machine}, {outputs} x {inputs}"
             times = table.get(row)
             if not (isinstance(times, dict) and set(times) >= set(make)):

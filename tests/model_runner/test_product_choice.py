@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numba
 import pytest
 import torch
 
+from kvrelay.cpu_kernels import kernel_cache
 from kvrelay.cpu_kernels.processor import HIDE_FEATURES, cpu_features
 from kvrelay.model_runner.layers.linear import (
     LinearFactory,
@@ -76,6 +78,16 @@ def test_the_next_process_reads_what_the_first_has_measured(tmp_path: Path, cloc
     assert ProductChoice(1, tmp_path, clock).find(SHAPE, read) is ONEDNN
     assert [one.made for one in read.values()] == [0, 0]
     assert ProductChoice(2, tmp_path, clock).find(SHAPE, read) is OWN, "other threads, another row"
+
+
+def test_a_process_that_is_stopped_while_it_measures_keeps_no_other_waiting_for_ever(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_cache, "LONGEST_WAIT_SECONDS", 0.05)
+    with (tmp_path / "products.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = ways(clock, 1e-4, 1e-5)
+        assert ProductChoice(1, tmp_path, clock).find(SHAPE, found) is ONEDNN
 
 
 @pytest.mark.parametrize("left", ["", "{", "[]", '{"a": 1}'])
