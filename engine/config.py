@@ -47,7 +47,7 @@ class WorkerOptions(ObservingOptions):
     dtype: str = option(
         "bfloat16",
         "The type of weights, activations and KV. Weights that a checkpoint has in FP8 stay so on "
-        "a GPU with bfloat16, and become this type elsewhere.",
+        "a GPU with bfloat16, and become this type elsewhere; so do weights in fewer bits.",
         Section.MODEL,
         choices=("bfloat16", "float16", "float32"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,6 +38,8 @@ from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = __name__.partition(".")[0]
 _MISTAKES = (AssertionError, LookupError)
@@ -130,7 +133,10 @@ class ModelRunner:
                 self.dtype, self.device, batch_invariant, package, self.kernel_threads
             )
             linears = LinearFactory(batch_invariant, self.kernel_threads, cpu_kernels)
-            checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
+            checkpoint = Checkpoint(
+                path, self.dtype, self.device, on_read, self.config.quantization
+            )
+            _say_what_is_dequantized(checkpoint)
             self._kv_scales = self._read_kv_scales(checkpoint)
             self._decoder = Decoder(
                 self.config,
@@ -147,7 +153,7 @@ class ModelRunner:
         self.config_digest = object_digest(self.config)
         """The hash of the configuration as it was understood."""
         self.weights_digest = checkpoint.digest
-        """The hash of every byte of the weights, in this dtype, or in the checkpoint's FP8."""
+        """The hash of every byte of the weights, in this dtype, or as stored in fewer bits."""
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
 
@@ -451,3 +457,16 @@ def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBat
         page_tables=(page_table.reshape(len(new_tokens), pages_each),) * len(pools),
         logit_rows=query_start[1:].astype(np.int64) - 1,
     )
+
+
+def _say_what_is_dequantized(checkpoint: Checkpoint) -> None:
+    """Log the memory of weights in few bits before any is taken."""
+    stored, numbers = checkpoint.packed_sizes()
+    if numbers:
+        dtype = checkpoint.dtype
+        logger.info(
+            "weights in few bits, %.1f MiB, are dequantized: they take %.1f MiB in %s",
+            stored / 2**20,
+            numbers * dtype.itemsize / 2**20,
+            str(dtype).removeprefix("torch."),
+        )

@@ -55,7 +55,7 @@ def read_config(folder: Path) -> ModelConfig:
         add_unit_offset=gemma,
         embedding_scale=hidden_size**0.5 if gemma else 1.0,
         final_logit_softcapping=_logit_softcap(config, architecture),
-        fp8_weights=read_quantization(config),
+        quantization=read_quantization(config),
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrelay.model_runner.config.fp8_weights import Fp8Weights
+from kvrelay.model_runner.config.quantization import Quantization
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.config.rope import Rope
 
@@ -209,7 +209,7 @@ class ModelConfig:
     """Embeddings are multiplied by it."""
     final_logit_softcapping: float | None = None
     """Logits become ``softcap * tanh(logit / softcap)``."""
-    fp8_weights: Fp8Weights | None = field(default=None, repr=False)
+    quantization: Quantization | None = field(default=None, repr=False)
     """The quantization of weights; None: they are not quantized.
 
     It is not in the `repr`: hashes of the weights tell such models apart.

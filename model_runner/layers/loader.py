@@ -81,8 +81,7 @@ class WeightLoader:
         self.checkpoint = checkpoint
         self.elementwise = elementwise
         self.linears = linears
-        scheme = config.fp8_weights
-        self._fp8 = None if scheme is None else Fp8Reader(checkpoint, scheme)
+        self._fp8 = Fp8Reader(checkpoint)
 
     def norm(self, name: str, size: int, eps: float | None = None) -> Norm:
         """The norm `name`; `eps` is the model's unless given."""
@@ -110,7 +109,7 @@ class WeightLoader:
         bias = self._take_stacked(names, "bias", ()) if has_bias else None
         if bias is not None:
             bias = _ordered(bias, order)
-        if self._fp8 is None or not self._fp8.stacks(names):
+        if not self._fp8.stacks(names):
             return self.linears.make(_ordered(self._take_plain(names, inputs), order), bias)
         fp8 = self._fp8.take(names, inputs)
         if order is None or fp8.keeps_scales(order):
@@ -137,7 +136,7 @@ class WeightLoader:
 
     def _take_plain(self, names: Mapping[str, int], inputs: int) -> torch.Tensor:
         """The weights of these products, one below the other, in the model's dtype."""
-        if self._fp8 is None or not any(map(self._fp8.has, names)):
+        if not any(map(self._fp8.has, names)):
             return self._take_stacked(names, "weight", (inputs,))
         return torch.cat(
             [
@@ -164,38 +163,48 @@ class Fp8Reader:
 
     Args:
         checkpoint: the model's checkpoint.
-        scheme: the checkpoint's quantization.
     """
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Fp8Weights) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._scheme = scheme
-        self._blocks = scheme.scales is ScaleShape.BLOCK
 
     def has(self, name: str) -> bool:
-        """Whether the product `name` is quantized: if it is not, it has no scales."""
-        return self._scale_name(name) in self._checkpoint
+        """Whether the product `name` is in FP8: if it is not quantized, it has no scales."""
+        return self._scheme(name) is not None and self._scale_name(name) in self._checkpoint
 
     def stacks(self, names: Mapping[str, int]) -> bool:
         """Whether the weights of these products (with their outputs) can be one weight in FP8."""
+        if not all(map(self.has, names)):
+            return False
+        scheme, *others = {self._scheme(name) for name in names}
         *upper, _ = names.values()
-        aligned = not self._blocks or all(outputs % BLOCK == 0 for outputs in upper)
-        return aligned and all(map(self.has, names))
+        assert scheme is not None
+        blocks = scheme.scales is ScaleShape.BLOCK
+        return not others and (not blocks or all(outputs % BLOCK == 0 for outputs in upper))
 
     def take(self, names: Mapping[str, int], inputs: int) -> Fp8Weight:
-        """Take the weights of these products, one below the other."""
-        scales = [self._take_scales(name, outputs, inputs) for name, outputs in names.items()]
+        """Take the weights of these products, one below the other; they have one scheme."""
+        scheme = self._scheme(next(iter(names)))
+        assert scheme is not None
+        scales = [
+            self._take_scales(scheme.scales, name, outputs, inputs)
+            for name, outputs in names.items()
+        ]
         parts = {f"{name}.weight": outputs for name, outputs in names.items()}
         return Fp8Weight(
             self._checkpoint.take_stacked(parts, (inputs,), FP8),
             torch.cat(scales),
-            self._blocks,
-            self._take_input_scale(names) if self._scheme.static_inputs else None,
+            scheme.scales is ScaleShape.BLOCK,
+            self._take_input_scale(names) if scheme.static_inputs else None,
         )
 
-    def _take_scales(self, name: str, outputs: int, inputs: int) -> torch.Tensor:
+    def _scheme(self, name: str) -> Fp8Weights | None:
+        scheme = self._checkpoint.scheme_of(name)
+        return scheme if isinstance(scheme, Fp8Weights) else None
+
+    def _take_scales(self, kind: ScaleShape, name: str, outputs: int, inputs: int) -> torch.Tensor:
         """Take the scales of one product, in the shape of `Fp8Weight.scales`."""
-        match self._scheme.scales:
+        match kind:
             case ScaleShape.TENSOR:
                 return self._checkpoint.take_scales(self._scale_name(name), (1, 1)).expand(
                     outputs, 1
