@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from kvrelay.model_runner.config.model_config import Activation, MoEConfig
 from kvrelay.model_runner.layers.expert_router import ExpertRouter
+from kvrelay.model_runner.layers.experts.expert_weights import ExpertWeights
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.loader import WeightLoader
 
@@ -49,8 +51,8 @@ class DenseFeedForward:
         return self._down.add_to(residual, self._gate(x))
 
 
-class Expert:
-    """A small feed-forward for the tokens that are sent to it."""
+class SharedExpert:
+    """A small feed-forward beside the routed experts, which every token goes to."""
 
     def __init__(self, loader: WeightLoader, prefix: str, inner: int) -> None:
         self._gate = GatedLinear(loader, prefix, inner)
@@ -64,28 +66,38 @@ class Expert:
 class MoEFeedForward:
     """A mixture of experts: each token goes to some, and to one that all tokens share.
 
-    DeepSeekMoE (arXiv 2401.06066); the experts run one after the other.
+    DeepSeekMoE (arXiv 2401.06066).
     """
 
     def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
         self._adds_in_norms = loader.elementwise.adds_in_norms
         self._router = ExpertRouter(loader, experts, f"{prefix}.gate")
-        self._experts = [
-            Expert(loader, f"{prefix}.experts.{index}", experts.moe_intermediate_size)
-            for index in range(experts.n_routed_experts)
-        ]
-        self._shared = Expert(loader, f"{prefix}.shared_experts", experts.shared_intermediate_size)
+        self._experts = loader.experts.make(
+            _read_experts(loader, experts, f"{prefix}.experts"),
+            experts.n_routed_experts,
+            loader.config.activation,
+        )
+        inner = experts.shared_intermediate_size
+        self._shared = SharedExpert(loader, f"{prefix}.shared_experts", inner)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
-        chosen, weights = self._router(x)
-        total = torch.zeros_like(x)
-        for index in torch.unique(chosen).tolist():
-            rows, ranks = torch.where(chosen == index)
-            result = self._experts[index](x[rows]) * weights[rows, ranks, None]
-            total.index_add_(0, rows, result.to(x.dtype))
-        addend = total + self._shared(x)
+        addend = self._experts(x, *self._router(x)) + self._shared(x)
         return Hidden(residual, addend) if self._adds_in_norms else Hidden(residual + addend)
+
+
+def _read_experts(
+    loader: WeightLoader, experts: MoEConfig, prefix: str
+) -> Iterator[ExpertWeights]:
+    """Read the weights of routed experts, each when it is asked for."""
+    hidden, inner = loader.config.hidden_size, experts.moe_intermediate_size
+    halves = {"gate_proj": inner, "up_proj": inner}
+    for index in range(experts.n_routed_experts):
+        name = f"{prefix}.{index}"
+        yield ExpertWeights(
+            loader.stacked_weight(name, halves, hidden),
+            loader.stacked_weight(name, {"down_proj": hidden}, inner),
+        )
 
 
 def make_feed_forward(
