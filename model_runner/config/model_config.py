@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvrelay.model_runner.config.fp8_weights import Fp8Weights
 from kvrelay.model_runner.config.quantization import Quantization
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.config.rope import Rope
@@ -214,6 +215,11 @@ class ModelConfig:
 
     It is not in the `repr`: hashes of the weights tell such models apart.
     """
+
+    @property
+    def fp8_weights(self) -> Fp8Weights | None:
+        """A scheme in FP8 that products may have; None: none has one."""
+        return None if self.quantization is None else self.quantization.fp8_weights
 
     @property
     def pool_windows(self) -> tuple[int | None, ...]:

@@ -59,3 +59,9 @@ class Quantization:
             if re.match(pattern, name):
                 return scheme
         return self.default
+
+    @property
+    def fp8_weights(self) -> Fp8Weights | None:
+        """A scheme in FP8 that products may have; None: none has one."""
+        schemes = [self.default, *(scheme for _, scheme in self.rules)]
+        return next((one for one in schemes if isinstance(one, Fp8Weights)), None)
