@@ -204,7 +204,9 @@ def clamped_silu_mul(
 
 
 @team_part
-def clamped_silu_mul_rows(counter: Array, gate_up: Array, slope: Any, most: Any, out: Array) -> None:
+def clamped_silu_mul_rows(
+    counter: Array, gate_up: Array, slope: Any, most: Any, out: Array
+) -> None:
     """Compute rows of `clamped_silu_mul` until none is left."""
     count, width = out.shape
     begin = take(counter, TAKEN_ROWS)

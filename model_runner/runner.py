@@ -63,7 +63,8 @@ class ModelRunner:
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
             beside it and in whatever chunks: all is computed by kernels of ours, and attention
             token by token. Prompts of a thousand tokens take 1.8 times as long in bfloat16.
-        cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", or "auto", the faster one.
+        cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", "packed" (own, with
+            weights of 4 bits as they are), or "auto", the fastest.
         moe_backend: what computes experts.
         attention: what computes attention.
         attention_splits: how FlashInfer divides a sequence's KV.
@@ -476,12 +477,15 @@ def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBat
 
 
 def _say_what_is_dequantized(checkpoint: Checkpoint) -> None:
-    """Log the memory of weights in few bits before any is taken."""
+    """Log the memory of weights in few bits before any is taken.
+
+    On a CPU products may keep those of 4 bits, which is known when they are made.
+    """
     stored, numbers = checkpoint.packed_sizes()
     if numbers:
         dtype = checkpoint.dtype
         logger.info(
-            "weights in few bits, %.1f MiB, are dequantized: they take %.1f MiB in %s",
+            "weights in few bits, %.1f MiB, take %.1f MiB where they become %s",
             stored / 2**20,
             numbers * dtype.itemsize / 2**20,
             str(dtype).removeprefix("torch."),

@@ -75,6 +75,11 @@ class Checkpoint:
         return self._dtype
 
     @property
+    def device(self) -> torch.device:
+        """The device that taken tensors are put on."""
+        return self._device
+
+    @property
     def digest(self) -> str:
         """The hash of all tensors that were taken, as they were handed out."""
         return self._digest.hexdigest()
@@ -140,11 +145,15 @@ class Checkpoint:
             self._add(name, tensor, place.copy_(tensor))
         return whole
 
-    def take_packed(self, name: str, shape: tuple[int, int]) -> PackedWeight | None:
-        """The weight `name` in few bits; None if it is not stored so, or not as a matrix."""
+    def is_packed(self, name: str) -> bool:
+        """Whether the weight `name` is a matrix in few bits."""
         packing = self._packing(name)
-        if packing is None or packing.format is PackedFormat.MXFP4_BLOCKS:
-            return None
+        return packing is not None and packing.format is not PackedFormat.MXFP4_BLOCKS
+
+    def take_packed(self, name: str, shape: tuple[int, int]) -> PackedWeight:
+        """The weight `name`, which `is_packed`, in few bits."""
+        packing = self._packing(name)
+        assert packing is not None
         product = name.removesuffix(_WEIGHT)
         self._digest.note(product, packing)
         return STORED[packing.format].read(_Parts(self, f"{product}."), shape, packing.bits)
@@ -234,9 +243,7 @@ class Checkpoint:
                 expert.dequantize_into(place.t())
             return weight
         outputs, inputs = weight.shape
-        packed = self.take_packed(name, (outputs, inputs))
-        assert packed is not None
-        packed.dequantize_into(weight)
+        self.take_packed(name, (outputs, inputs)).dequantize_into(weight)
         return weight
 
     def _numbers_per_element(self, name: str) -> float:

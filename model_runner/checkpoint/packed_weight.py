@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -35,6 +35,46 @@ class PackedWeight:
     """``[in]`` int64: the group of each input; None: equally many neighbours are a group."""
     values: torch.Tensor | None = None
     """The float32 number that each code stands for; None: codes are integers."""
+    bits: int = 8
+    """The bits of a code."""
+
+    @classmethod
+    def stack(cls, parts: Sequence[PackedWeight]) -> PackedWeight | None:
+        """The weights one below the other; None: they differ in form, or in groups."""
+        first, *others = parts
+        if any(one.values is not None or one.zeros is None for one in parts):
+            return None
+        for other in others:
+            if first.groups is None or other.groups is None:
+                if first.groups is not other.groups:
+                    return None
+            elif not torch.equal(first.groups, other.groups):
+                return None
+            same = first.scales.shape[1] == other.scales.shape[1] and first.bits == other.bits
+            if not same or first.codes.dtype is not other.codes.dtype:
+                return None
+        zeros = [one.zeros for one in parts if one.zeros is not None]
+        return replace(
+            first,
+            codes=torch.cat([one.codes for one in parts]),
+            scales=torch.cat([one.scales for one in parts]),
+            zeros=torch.cat(zeros),
+        )
+
+    def reorder(self, order: torch.Tensor) -> PackedWeight:
+        """Reorder outputs: output ``i`` of the result is ``order[i]``."""
+        return replace(
+            self,
+            codes=self.codes[order],
+            scales=self.scales[order],
+            zeros=None if self.zeros is None else self.zeros[order],
+        )
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in `dtype`, each number rounded once."""
+        weight = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        self.dequantize_into(weight)
+        return weight
 
     def dequantize_into(self, weight: torch.Tensor) -> None:
         """Write the numbers into a `weight` ``[out, in]``, each rounded once."""
@@ -116,7 +156,7 @@ def _read_gptq(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:
     assert weight.zeros is not None
     # One more than is stored; the largest wraps to 0.
     zeros = (weight.zeros + 1) & ((1 << bits) - 1)
-    return PackedWeight(weight.codes, weight.scales, zeros, weight.groups)
+    return replace(weight, zeros=zeros)
 
 
 def _read_gptq_v2(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:
@@ -130,6 +170,7 @@ def _read_gptq_v2(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeig
         scales.t().float().contiguous(),
         unpack_bits(zeros, bits, outputs).t().contiguous(),
         _read_groups(parts, "g_idx", inputs, groups),
+        bits=bits,
     )
 
 
@@ -144,7 +185,8 @@ def _read_awq(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:
         numbers = unpack_bits(words, bits, outputs).view(len(words), -1, len(_AWQ_ORDER))
         return numbers[..., _AWQ_ORDER].flatten(1).t().contiguous()
 
-    return PackedWeight(in_order(packed), scales.t().float().contiguous(), in_order(zeros))
+    scales = scales.t().float().contiguous()
+    return PackedWeight(in_order(packed), scales, in_order(zeros), bits=bits)
 
 
 def _read_packed_ints(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:
@@ -161,7 +203,7 @@ def _read_packed_ints(parts: Parts, shape: tuple[int, int], bits: int) -> Packed
     groups = _read_groups(parts, "weight_g_idx", inputs, scales.shape[1])
     parts.skip("input_scale")
     codes = unpack_bits(packed, bits, inputs)
-    return PackedWeight(codes, scales, zeros.expand(scales.shape), groups)
+    return PackedWeight(codes, scales, zeros.expand(scales.shape), groups, bits=bits)
 
 
 def _read_ints(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:

@@ -9,6 +9,7 @@ import torch
 
 from kvrelay.model_runner.batch import Int64Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
+from kvrelay.model_runner.checkpoint.packed_weight import PackedWeight
 from kvrelay.model_runner.config.fp8_weights import BLOCK, Fp8Weights, ScaleShape
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.layers.elementwise import Elementwise, NormWeight
@@ -108,10 +109,15 @@ class WeightLoader:
 
         With an `order`, output ``i`` is the checkpoint's ``order[i]``.
         """
-        weight = self.stacked_weight(prefix, parts, inputs)
+        packed = self._take_packed(_join(prefix, parts), inputs)
+        weight = self.stacked_weight(prefix, parts, inputs) if packed is None else packed
         bias = self.stacked_bias(prefix, parts) if has_bias else None
         if bias is not None:
             bias = _ordered(bias, order)
+        if isinstance(weight, PackedWeight):
+            rows = None if order is None else torch.from_numpy(order)
+            weight = weight if rows is None else weight.reorder(rows)
+            return self.linears.make_packed(weight, bias, self.checkpoint.dtype)
         if not isinstance(weight, Fp8Weight):
             return self.linears.make(_ordered(weight, order), bias)
         if order is None or weight.keeps_scales(order):
@@ -148,6 +154,25 @@ class WeightLoader:
         if after is None:
             return PlainOutputProjection(linear)
         return NormedOutputProjection(linear, after)
+
+    def _take_packed(
+        self, names: Mapping[str, int], inputs: int
+    ) -> PackedWeight | torch.Tensor | None:
+        """The weights of these products in few bits, or dequantized if they cannot be one weight.
+
+        None: they are not stored so, or no product would have them so.
+        """
+        checkpoint, dtype = self.checkpoint, self.checkpoint.dtype
+        if not self.linears.takes_packed(dtype, checkpoint.device):
+            return None
+        if not all(checkpoint.is_packed(f"{name}.weight") for name in names):
+            return None
+        parts = [
+            checkpoint.take_packed(f"{name}.weight", (outputs, inputs))
+            for name, outputs in names.items()
+        ]
+        stacked = PackedWeight.stack(parts)
+        return torch.cat([one.dequantize(dtype) for one in parts]) if stacked is None else stacked
 
     def _take_plain(self, names: Mapping[str, int], inputs: int) -> torch.Tensor:
         """The weights of these products, one below the other, in the model's dtype."""

@@ -242,4 +242,4 @@ def test_modelopt_s_own_file(
     (quantized / "hf_quant_config.json").write_text(json.dumps({"quantization": config}))
     with caplog.at_level(logging.INFO):
         ModelRunner(quantized, "float32", "cpu")
-    assert "weights in few bits, 0.0 MiB, are dequantized: they take 0.1 MiB" in caplog.text
+    assert "weights in few bits, 0.0 MiB, take 0.1 MiB where they become float32" in caplog.text
