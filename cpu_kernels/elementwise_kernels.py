@@ -86,15 +86,23 @@ def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
 
 @kernel
 def rotate(
-    threads: int, rows: int, all_heads: int, dim: int, heads: int, count: int, cos: int, sin: int
+    threads: int,
+    rows: int,
+    all_heads: int,
+    dim: int,
+    half: int,
+    heads: int,
+    count: int,
+    cos: int,
+    sin: int,
 ) -> None:
-    """Rotate the first `count` of ``heads [rows, all_heads, dim]`` in place.
+    """Rotate ``2 * half`` dimensions of the first `count` of ``heads [rows, all_heads, dim]``.
 
-    ``cos, sin [rows, dim / 2]`` are float32.
+    ``cos, sin [rows, half]`` are float32. It is done in place.
     """
     numbers = array_at(heads, (rows, all_heads, dim), np.uint16)
-    cosines = array_at(cos, (rows, dim // 2), np.float32)
-    sines = array_at(sin, (rows, dim // 2), np.float32)
+    cosines = array_at(cos, (rows, half), np.float32)
+    sines = array_at(sin, (rows, half), np.float32)
     args = (np.zeros(1, np.int64), numbers, count, cosines, sines)
     run_on_team(threads, rotate_rows, args)
 
@@ -113,9 +121,9 @@ def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array
 
 @exact
 def rotate_head(head: Array, cos: Array, sin: Array) -> None:
-    """Rotate one ``head [D]``."""
+    """Rotate the first dimensions of one ``head [D]``."""
     half = len(cos)
-    first, second = head[:half], head[half:]
+    first, second = head[:half], head[half : 2 * half]
     for i in range(half):
         a, b = widen(first[i]), widen(second[i])
         store(first, i, a * cos[i] - b * sin[i])

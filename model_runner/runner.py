@@ -130,7 +130,7 @@ class ModelRunner:
                 self.dtype, self.device, batch_invariant, package, self.kernel_threads
             )
             linears = LinearFactory(batch_invariant, self.kernel_threads, cpu_kernels)
-            checkpoint = Checkpoint(path, self.dtype, self.device, on_read)
+            checkpoint = Checkpoint(path, len(self.config.layers), self.dtype, self.device, on_read)
             self._kv_scales = self._read_kv_scales(checkpoint)
             self._decoder = Decoder(
                 self.config,

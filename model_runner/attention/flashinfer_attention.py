@@ -11,6 +11,7 @@ run the prefill kernels behind them. Latents (MLA) have kernels of their own for
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -37,6 +38,7 @@ from kvrelay.model_runner.attention.flashinfer_compiler import (
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
+from kvrelay.model_runner.attention.sinks import tokens_share
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.cuda_graphs import GraphRoom, GraphShape
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
@@ -67,6 +69,8 @@ They have 4, 6, 8 and 16, too, where tensor cores are faster; they do not have 5
 MAX_PAGE_STRIDE = 2**32
 """The elements from page to page of a layer that kernels can count: they use 32 bits."""
 _LEAST_CAPABILITY: Final = (8, 0)
+_LN_2: Final = math.log(2)
+"""The factor of kernels' sums of exponentials, whose logarithms are of base 2."""
 _HOPPER: Final = 9
 """The major compute capability of GPUs whose kernels read latents in FP8."""
 
@@ -82,7 +86,7 @@ class Wrapper(Protocol):
         """Divide the work of the coming layers; arrays are on the host."""
         ...
 
-    def run(self, *args: Any, **options: Any) -> torch.Tensor:
+    def run(self, *args: Any, **options: Any) -> Any:
         """Launch the kernels of one layer, as planned."""
         ...
 
@@ -489,7 +493,12 @@ class FlashInferAttention:
         return fitting_heads(self.heads.num_heads) - self.heads.num_heads
 
     def attend(
-        self, parts: Sequence[PlannedRows], new_tokens: NewTokens, layer: int, rows: torch.Tensor
+        self,
+        parts: Sequence[PlannedRows],
+        new_tokens: NewTokens,
+        layer: int,
+        rows: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write and attend as planned; shapes as in `StepAttention.attend`.
 
@@ -501,6 +510,7 @@ class FlashInferAttention:
         pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
         new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
         if self.pool.geometry.latent:
+            assert sinks is None
             [part] = parts
             latents = pages[:, 0, 0]  # one part, one head: [pages, page_size, head_dim]
             scales = {}
@@ -508,7 +518,7 @@ class FlashInferAttention:
                 scales = dict.fromkeys(("ckv_scale", "kpe_scale"), fp8.scales[layer].key)
             if part.empty_heads:
                 queries = functional.pad(queries, (0, 0, 0, part.empty_heads))
-            sums = part.wrapper.run(query=queries, kv_cache=latents, **scales)
+            sums: torch.Tensor = part.wrapper.run(query=queries, kv_cache=latents, **scales)
             return sums[:, :num_heads].flatten(1)
         scales = {}
         if fp8 is not None:
@@ -516,7 +526,12 @@ class FlashInferAttention:
         # Without `out` the prefill kernels' results would be zeroed before they are written.
         results, both = queries.new_empty(queries.shape), (pages[:, 0], pages[:, 1])
         for part in parts:
-            part.wrapper.run(queries[part.rows], both, out=results[part.rows], **scales)
+            options: dict[str, Any] = {"out": results[part.rows], **scales}
+            if sinks is None:
+                part.wrapper.run(queries[part.rows], both, **options)
+            else:
+                _, logs = part.wrapper.run(queries[part.rows], both, return_lse=True, **options)
+                results[part.rows] *= tokens_share(logs * _LN_2, sinks).to(results.dtype)
         return results[..., : self.heads.value_dim].flatten(1)
 
     def _pages(self, plan: PagedPlan, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -565,13 +580,15 @@ class FlashInferStepAttention:
         if len(batch.positions):
             self._parts = self._plan(*backend.lay_out(batch, page_table))
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend = self._backend
         assert backend.latest is self, "a later plan has taken this one's place"
         if not self._parts:
             return rows.new_empty(0, backend.heads.num_heads * backend.heads.value_dim)
-        return backend.attend(self._parts, self._new_tokens, layer, rows)
+        return backend.attend(self._parts, self._new_tokens, layer, rows, sinks)
 
     def _plan(self, plan: PagedPlan, page_ids: torch.Tensor) -> Sequence[PlannedRows]:
         """Plan the decode kernels for the first rows, and the prefill kernels for the others."""

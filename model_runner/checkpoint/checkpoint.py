@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
 from kvrelay.model_runner.checkpoint.digest import WeightsDigest
+from kvrelay.model_runner.checkpoint.tensor_names import name_tensors
 from kvrelay.model_runner.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
@@ -22,8 +23,11 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 class Checkpoint:
     """Tensors by name, read from disk when taken.
 
+    Names are those of a decoder alone, as `name_tensors` makes them of the stored ones.
+
     Args:
         folder: holds model.safetensors, or an index and its shards.
+        num_layers: the layers of the decoder; tensors of further ones are left out.
         dtype: the dtype that taken tensors are cast to.
         device: the device that they are put on.
         on_read: called with the size of each tensor that was read, in bytes.
@@ -36,6 +40,7 @@ class Checkpoint:
     def __init__(
         self,
         folder: Path,
+        num_layers: int,
         dtype: torch.dtype,
         device: torch.device,
         on_read: Callable[[int], None] = lambda _: None,
@@ -44,7 +49,9 @@ class Checkpoint:
         self._dtype = dtype
         self._device = device
         self._on_read = on_read
-        self._files = self._locate()
+        files = self._locate()
+        self._stored = name_tensors(files, num_layers)
+        self._files = {name: files[stored] for name, stored in self._stored.items()}
         self._taken: set[str] = set()
         self._digest = WeightsDigest()
 
@@ -113,7 +120,7 @@ class Checkpoint:
         path = self._files[name]
         try:
             with safe_open(path, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+                tensor: torch.Tensor = file.get_tensor(self._stored[name])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name} is not readable: {error}") from None
         if not tensor.is_floating_point():
@@ -151,8 +158,8 @@ class Checkpoint:
         ]
         if left:
             raise CheckpointError(
-                f"{self._files[left[0]]}: tensor {left[0]} has no place in this architecture"
-                + (f" (nor have {len(left) - 1} more)" if len(left) > 1 else "")
+                f"{self._files[left[0]]}: tensor {self._stored[left[0]]} has no place in this "
+                "architecture" + (f" (nor have {len(left) - 1} more)" if len(left) > 1 else "")
             )
 
     def _locate(self) -> dict[str, Path]:

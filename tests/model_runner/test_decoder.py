@@ -18,8 +18,17 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
 
 WINDOWED = ["mistral-window", "qwen2-window", "qwen3-window", "gemma2", "gemma3"]
-LATENT = ["deepseek-v2", "deepseek-v2-yarn", "deepseek-v3", "deepseek-v3-halves"]
-EXPERTS = ["deepseek-v2-experts", "deepseek-v2-groups", "deepseek-v3-experts"]
+LATENT = ["deepseek-v2", "deepseek-v2-yarn", "deepseek-v3", "deepseek-v3-halves", "youtu"]
+EXPERTS = [
+    "deepseek-v2-experts",
+    "deepseek-v2-groups",
+    "deepseek-v3-experts",
+    "glm4-lite-experts",
+    "qwen3-experts",
+    "glm4-experts",
+    "minimax-experts",
+    "gpt-oss-experts",
+]
 NAMES = [
     "llama",
     "llama-tied",

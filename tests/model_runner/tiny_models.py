@@ -14,12 +14,18 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    YoutuConfig,
 )
 
 VOCAB_SIZE = 131
@@ -140,6 +146,36 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek-v3-experts": lambda: DeepseekV3Config(
         **{**_LATENT, **_EXPERTS}, n_group=4, topk_group=2
     ),
+    "glm4-lite-experts": lambda: Glm4MoeLiteConfig(
+        **{**_LATENT, **_EXPERTS},
+        q_lora_rank=20,
+        mlp_layer_types=["sparse", "dense"],
+    ),
+    "youtu": lambda: YoutuConfig(**_LATENT, q_lora_rank=20),
+    "qwen3-experts": lambda: Qwen3MoeConfig(
+        **_DEEP,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "glm4-experts": lambda: Glm4MoeConfig(
+        **{**_SHAPE, **_EXPERTS}, head_dim=24, use_qk_norm=True, attention_bias=True
+    ),
+    "minimax-experts": lambda: MiniMaxM2Config(
+        **_SHAPE, head_dim=24, rotary_dim=16, num_local_experts=8, num_experts_per_tok=3
+    ),
+    "gpt-oss-experts": lambda: GptOssConfig(
+        **_DEEP,
+        head_dim=24,
+        sliding_window=12,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        swiglu_limit=0.5,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+    ),
     "llama-wide": lambda: LlamaConfig(
         **{**_SHAPE, **_WIDE, "num_attention_heads": 2}, head_dim=128
     ),
@@ -162,7 +198,7 @@ def save_random_model(config: PreTrainedConfig, folder: Path) -> PreTrainedModel
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Biases and norms start out as zeros and ones, which would hide a mix-up.
-            if name.endswith("bias") or "norm" in name:
+            if name.endswith(("bias", "sinks")) or "norm" in name:
                 weight.add_(torch.randn_like(weight) * 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -1,0 +1,65 @@
+"""The names of a checkpoint's tensors as a decoder asks for them, whatever it is wrapped in."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+_PREFIXES: Final = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""The prefixes of a decoder within a model for images, and those that it has alone."""
+_OTHER_PARTS: Final = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\."
+)
+"""The parts of a model for images that text does not pass."""
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def name_tensors(stored: Iterable[str], num_layers: int) -> Mapping[str, str]:
+    """Map the names that a decoder asks for to the stored ones.
+
+    Tensors of other parts, and of layers from `num_layers` on, are left out; a line in the log
+    counts them. The latter predict further tokens (MTP); no layer below reads them.
+    """
+    names: dict[str, str] = {}
+    parts: Counter[str] = Counter()
+    beyond = 0
+    for name in stored:
+        if part := _OTHER_PARTS.match(name):
+            parts[part[2]] += 1
+            continue
+        plain = _plain_name(name)
+        layer = _LAYER.match(plain)
+        if layer and int(layer[1]) >= num_layers:
+            beyond += 1
+        else:
+            names[plain] = name
+    if parts:
+        logger.info(
+            "%d tensors are left out, of parts that text does not pass: %s",
+            parts.total(),
+            ", ".join(sorted(parts)),
+        )
+    if beyond:
+        logger.info(
+            "%d tensors are left out, of layers behind the %d of the model: they predict further "
+            "tokens (MTP)",
+            beyond,
+            num_layers,
+        )
+    return names
+
+
+def _plain_name(name: str) -> str:
+    for prefix, plain in _PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
