@@ -38,7 +38,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from tests.known import known
 from tests.model_runner import flashinfer_double, flashinfer_elementwise_double
 from tests.model_runner.sequences import Sequences
-from tests.model_runner.test_attention import KINDS, make_batch, make_pool, make_rows
+from tests.model_runner.test_attention import KINDS, SINKS, make_batch, make_pool, make_rows
 from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
 from tests.model_runner.tiny_models import Models
 from tests.pairwise import few
@@ -196,8 +196,17 @@ def test_every_kind_agrees_with_torch(
     agrees_with_torch(replace(geometry, order=order), heads, lengths)
 
 
+def test_sinks_agree_with_torch() -> None:
+    """By what kernels tell of their sums: they know no sinks."""
+    geometry, heads = KINDS["window"]
+    agrees_with_torch(geometry, heads, [(1, 33), (1, 5), (7, 7), (30, 39)], SINKS)
+
+
 def agrees_with_torch(
-    geometry: KVGeometry, heads: QueryHeads, lengths: list[tuple[int, int]]
+    geometry: KVGeometry,
+    heads: QueryHeads,
+    lengths: list[tuple[int, int]],
+    sinks: torch.Tensor | None = None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_double(patch)
@@ -209,10 +218,11 @@ def agrees_with_torch(
         reference.data.copy_(pool.data)
         (table,) = batch.page_tables
         step = FlashInferAttention(FlashInfer(CPU), pool, heads).plan(batch, table)
-        got = step.attend(1, rows)
+        got = step.attend(1, rows, sinks)
         assert got.shape == (len(rows), heads.num_heads * heads.value_dim)
         if lengths:
-            expected = TorchAttention(reference, heads).plan(batch, table).attend(1, rows)
+            plain = TorchAttention(reference, heads).plan(batch, table)
+            expected = plain.attend(1, rows, sinks)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(pool.data.nan_to_num(7), reference.data.nan_to_num(7))
 
