@@ -30,11 +30,13 @@ from kvrelay.model_runner.checkpoint.kv_scales import skip_kv_scales, take_kv_sc
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphRoom, do_without_graphs
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.model_config import MLAConfig
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
+from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory, experts_wait
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
@@ -59,6 +61,7 @@ class ModelRunner:
             beside it and in whatever chunks: all is computed by kernels of ours, and attention
             token by token. Prompts of a thousand tokens take 1.8 times as long in bfloat16.
         cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", or "auto", the faster one.
+        moe_backend: what computes experts.
         attention: what computes attention.
         attention_splits: how FlashInfer divides a sequence's KV.
         kv_dtype: the dtype of keys and values in pages.
@@ -82,6 +85,7 @@ class ModelRunner:
         draft: bool = False,
         batch_invariant: bool = False,
         cpu_kernels: str = "auto",
+        moe_backend: MoEBackend = MoEBackend.AUTO,
         attention: AttentionChoice = AttentionChoice.AUTO,
         attention_splits: AttentionSplits = AttentionSplits.BATCH,
         kv_dtype: KVDtype = KVDtype.AUTO,
@@ -104,6 +108,7 @@ class ModelRunner:
         self._draft = draft
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
         heads = self.config.attention
+        self._moe_backend = moe_backend
         room = self._graph_room(graphs)
         # Before the weights, so that unsupported options are refused at once.
         self._attention = AttentionFactory(
@@ -130,6 +135,9 @@ class ModelRunner:
                 self.dtype, self.device, batch_invariant, package, self.kernel_threads
             )
             linears = LinearFactory(batch_invariant, self.kernel_threads, cpu_kernels)
+            experts = ExpertFactory(
+                moe_backend, self.dtype, self.device, linears, elementwise, self.kernel_threads
+            )
             checkpoint = Checkpoint(path, len(self.config.layers), self.dtype, self.device, on_read)
             self._kv_scales = self._read_kv_scales(checkpoint)
             self._decoder = Decoder(
@@ -139,6 +147,7 @@ class ModelRunner:
                 self.device,
                 linears,
                 elementwise,
+                experts,
                 self.kernel_threads,
             )
         self._has_own_products = linears.is_mostly_own
@@ -413,14 +422,21 @@ class ModelRunner:
         """The sizes of graphs; raises `UnsupportedOptionError` where there can be no graphs."""
         if options is None:
             return None
-        if any(layer.moe is not None for layer in self.config.layers):
-            lack = "not for models with experts: the host chooses what runs"
-            do_without_graphs(lack, required=options.required)
+        if self._has_experts and (
+            lack := experts_wait(
+                self._moe_backend, self.config.fp8_weights, self.dtype, self.device
+            )
+        ):
+            do_without_graphs(f"not for these experts: {lack}", required=options.required)
             return None
         # Kernels of graphs do not know sequences that are shorter than what they bring.
         windows = [window for window in self.config.pool_windows if window is not None]
         most_each = min(options.most_each, self.max_model_len, *windows)
         return GraphRoom(options.sizes, self.max_model_len, options.required, most_each)
+
+    @property
+    def _has_experts(self) -> bool:
+        return any(layer.moe is not None for layer in self.config.layers)
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
         return tuple(map(self._attention.make, pools, self._kv_scales))

@@ -64,9 +64,8 @@ class ExpertOptions:
     """The values of `topk_method` that are computed, the assumed one first."""
     normalizes: Flag = False
     """Whether weights are divided by their sum."""
-    has_bias: bool = False
     clamps: bool = False
-    """Whether the activation is `ClampedSwiGLU`."""
+    """Whether the activation is `ClampedSilu`."""
     tensors: ExpertTensors = DEEPSEEK_NAMES
 
 
@@ -262,7 +261,6 @@ ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
             ExpertScores.CHOSEN_SOFTMAX,
             count_fields=("num_local_experts", "num_experts"),
             inner_size_field="intermediate_size",
-            has_bias=True,
             clamps=True,
             tensors=ExpertTensors(router="router", router_bias="router.bias", stacked=True),
         ),

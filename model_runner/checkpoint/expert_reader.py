@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from kvrelay.model_runner.checkpoint.architectures import ExpertOptions, has
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
-from kvrelay.model_runner.config.model_config import ClampedSwiGLU, ExpertScores, MoEConfig
+from kvrelay.model_runner.config.model_config import ExpertScores, MoEConfig
+from kvrelay.model_runner.config.moe_backend import ClampedSilu
 
 _DENSE, _SPARSE = "dense", "sparse"
-_ALPHA, _LIMIT = 1.702, 7.0
-"""The `swiglu_alpha` and `swiglu_limit` that transformers assumes."""
 
 
 def read_experts(
@@ -72,12 +71,14 @@ def _read_moe(config: ConfigFile, options: ExpertOptions) -> MoEConfig:
         norm_topk_prob=_normalizes(config, options),
         scores=options.scores,
         tensors=options.tensors,
-        has_bias=options.has_bias,
-        clamped=ClampedSwiGLU(
-            config.number("swiglu_alpha", _ALPHA), config.number("swiglu_limit", _LIMIT)
-        )
-        if options.clamps
-        else None,
+        clamped=_read_clamp(config) if options.clamps else None,
+    )
+
+
+def _read_clamp(config: ConfigFile) -> ClampedSilu:
+    assumed = ClampedSilu()
+    return ClampedSilu(
+        config.number("swiglu_alpha", assumed.slope), config.number("swiglu_limit", assumed.most)
     )
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvrelay.model_runner.config.fp8_weights import Fp8Weights
+from kvrelay.model_runner.config.moe_backend import ClampedSilu
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.config.rope import Rope
 
@@ -178,15 +179,6 @@ DEEPSEEK_NAMES: Final = ExpertTensors()
 
 
 @dataclass(frozen=True, slots=True)
-class ClampedSwiGLU:
-    """The constants of ``(up + 1) * gate * sigmoid(alpha * gate)``, gpt-oss's activation."""
-
-    alpha: float
-    limit: float
-    """The gate is at most `limit`; the other factor is within ``[-limit, limit]``."""
-
-
-@dataclass(frozen=True, slots=True)
 class MoEConfig:
     """A feed-forward that is a mixture of experts, by the names of transformers."""
 
@@ -205,9 +197,7 @@ class MoEConfig:
     """Before that, the weights are divided by their sum."""
     scores: ExpertScores
     tensors: ExpertTensors = DEEPSEEK_NAMES
-    has_bias: bool = False
-    """Whether products of experts have biases."""
-    clamped: ClampedSwiGLU | None = None
+    clamped: ClampedSilu | None = None
     """The activation of experts; None: the model's."""
 
 

@@ -122,13 +122,6 @@ class Elementwise(Protocol):
         """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
         ...
 
-    def clamped_silu_mul(self, gate_up: torch.Tensor, slope: float, most: float) -> torch.Tensor:
-        """``(up + 1) * gate * sigmoid(slope * gate)`` of ``[T, 2 * N]``: ``[T, N]``.
-
-        The gate is at most `most`, the other factor within ``[-most, most]``.
-        """
-        ...
-
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         """The logistic function of ``x [T, N]`` float32."""
         ...
@@ -206,12 +199,6 @@ class TorchElementwise:
         """``gelu(gate) * up`` of ``[T, 2 * N]``: ``[T, N]``; gelu is approximated by tanh."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.gelu(gate, approximate="tanh") * up
-
-    def clamped_silu_mul(self, gate_up: torch.Tensor, slope: float, most: float) -> torch.Tensor:
-        """``(up + 1) * gate * sigmoid(slope * gate)`` of ``[T, 2 * N]``, both clamped."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=most), up.clamp(-most, most)
-        return (up + 1) * (gate * torch.sigmoid(gate * slope))
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         """The logistic function of ``x [T, N]``."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
-from kvrelay.model_runner.config.model_config import (
-    DEEPSEEK_NAMES,
-    Activation,
-    ClampedSwiGLU,
-    ExpertTensors,
-    MoEConfig,
-)
+from kvrelay.model_runner.config.model_config import Activation, MoEConfig
 from kvrelay.model_runner.layers.expert_router import ExpertRouter
+from kvrelay.model_runner.layers.experts.expert_weights import ExpertWeights
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.loader import WeightLoader
 
@@ -61,104 +56,72 @@ class DenseFeedForward:
         return self._down.add_to(residual, self._gate(x))
 
 
-class Expert:
-    """A small feed-forward for the tokens that are sent to it."""
+class SharedExpert:
+    """A small feed-forward beside the routed experts, which every token goes to."""
 
-    def __init__(
-        self,
-        loader: WeightLoader,
-        prefix: str,
-        inner: int,
-        names: ExpertTensors = DEEPSEEK_NAMES,
-    ) -> None:
-        self._gate = GatedLinear(loader, prefix, inner, names=(names.gate, names.up))
-        self._down = loader.linear(prefix, {names.down: loader.config.hidden_size}, inner)
+    def __init__(self, loader: WeightLoader, prefix: str, inner: int) -> None:
+        self._gate = GatedLinear(loader, prefix, inner)
+        self._down = loader.linear(prefix, {"down_proj": loader.config.hidden_size}, inner)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden_size]`` to ``[T, hidden_size]``."""
         return self._down(self._gate(x))
 
 
-class ClampedExpert:
-    """An expert of gpt-oss: products with biases, and `ClampedSwiGLU` between them."""
-
-    def __init__(
-        self,
-        loader: WeightLoader,
-        clamped: ClampedSwiGLU,
-        gate_up: tuple[torch.Tensor, torch.Tensor],
-        down: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        self._clamped = clamped
-        self._elementwise = loader.elementwise
-        self._gate_up = loader.linears.make(*gate_up)
-        self._down = loader.linears.make(*down)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden_size]`` to ``[T, hidden_size]``."""
-        gate_up, clamped = self._gate_up(x), self._clamped
-        inner = self._elementwise.clamped_silu_mul(gate_up, clamped.alpha, clamped.limit)
-        return self._down(inner)
-
-
-def load_experts(
-    loader: WeightLoader, experts: MoEConfig, prefix: str
-) -> Sequence[Expert | ClampedExpert]:
-    """Load the routed experts, each of which takes and returns ``[T, hidden_size]``."""
-    if experts.tensors.stacked:
-        return _load_stacked(loader, experts, prefix)
-    return [
-        Expert(loader, f"{prefix}.{index}", experts.moe_intermediate_size, experts.tensors)
-        for index in range(experts.n_routed_experts)
-    ]
-
-
-def _load_stacked(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Sequence[ClampedExpert]:
-    """Load experts that are one tensor, in which a gate's output is followed by its factor's."""
-    assert experts.clamped is not None
-    count, inner = experts.n_routed_experts, experts.moe_intermediate_size
-    hidden, take = loader.config.hidden_size, loader.checkpoint.take
-    gate_up = take(f"{prefix}.gate_up_proj", (count, hidden, 2 * inner))
-    gate_up_bias = take(f"{prefix}.gate_up_proj_bias", (count, 2 * inner))
-    down = take(f"{prefix}.down_proj", (count, inner, hidden))
-    down_bias = take(f"{prefix}.down_proj_bias", (count, hidden))
-    halves = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
-    halves = halves.to(gate_up.device)
-    return [
-        ClampedExpert(
-            loader,
-            experts.clamped,
-            (gate_up[index].T[halves], gate_up_bias[index][halves]),
-            (down[index].T.contiguous(), down_bias[index]),
-        )
-        for index in range(count)
-    ]
-
-
 class MoEFeedForward:
     """A mixture of experts: each token goes to some, and to one that all tokens may share.
 
-    DeepSeekMoE (arXiv 2401.06066); the experts run one after the other.
+    DeepSeekMoE (arXiv 2401.06066).
     """
 
     def __init__(self, loader: WeightLoader, experts: MoEConfig, layer: str) -> None:
         block = f"{layer}.{experts.tensors.block}"
         self._adds_in_norms = loader.elementwise.adds_in_norms
         self._router = ExpertRouter(loader, experts, block)
-        self._experts = load_experts(loader, experts, f"{block}.experts")
-        shared = experts.shared_intermediate_size
-        self._shared = Expert(loader, f"{block}.shared_experts", shared) if shared else None
+        read = _read_stacked if experts.tensors.stacked else _read_each
+        self._experts = loader.experts.make(
+            read(loader, experts, f"{block}.experts"),
+            experts.n_routed_experts,
+            experts.clamped or loader.config.activation,
+        )
+        inner = experts.shared_intermediate_size
+        self._shared = SharedExpert(loader, f"{block}.shared_experts", inner) if inner else None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
-        chosen, weights = self._router(x)
-        total = torch.zeros_like(x)
-        for index in torch.unique(chosen).tolist():
-            rows, ranks = torch.where(chosen == index)
-            result = self._experts[index](x[rows]) * weights[rows, ranks, None]
-            total.index_add_(0, rows, result.to(x.dtype))
-        addend = total if self._shared is None else total + self._shared(x)
+        addend = self._experts(x, *self._router(x))
+        if self._shared is not None:
+            addend = addend + self._shared(x)
         return Hidden(residual, addend) if self._adds_in_norms else Hidden(residual + addend)
+
+
+def _read_each(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:
+    """Read the weights of routed experts, each when it is asked for."""
+    hidden, inner, names = loader.config.hidden_size, experts.moe_intermediate_size, experts.tensors
+    halves = {names.gate: inner, names.up: inner}
+    for index in range(experts.n_routed_experts):
+        name = f"{prefix}.{index}"
+        yield ExpertWeights(
+            loader.stacked_weight(name, halves, hidden),
+            loader.stacked_weight(name, {names.down: hidden}, inner),
+        )
+
+
+def _read_stacked(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:
+    """Read experts that are one tensor, inputs before outputs; gates and factors alternate."""
+    count, inner = experts.n_routed_experts, experts.moe_intermediate_size
+    hidden, take = loader.config.hidden_size, loader.checkpoint.take
+    gate_up = take(f"{prefix}.gate_up_proj", (count, hidden, 2 * inner))
+    gate_up_bias = take(f"{prefix}.gate_up_proj_bias", (count, 2 * inner))
+    down = take(f"{prefix}.down_proj", (count, inner, hidden))
+    down_bias = take(f"{prefix}.down_proj_bias", (count, hidden))
+    for index in range(count):
+        yield ExpertWeights(
+            torch.cat((gate_up[index, :, ::2].T, gate_up[index, :, 1::2].T)),
+            down[index].T.contiguous(),
+            torch.cat((gate_up_bias[index, ::2], gate_up_bias[index, 1::2])),
+            down_bias[index],
+        )
 
 
 def make_feed_forward(
