@@ -53,4 +53,4 @@ class TokenNorm:
         """Normalize query and key heads of ``heads [T, heads, D]`` in place; others follow."""
         queries, keys = torch.split(heads[:, : sum(self._counts)], self._counts, dim=1)
         for norm, part in ((self._query, queries), (self._key, keys)):
-            part.copy_(norm(part.flatten(1)).view(part.shape))
+            part.copy_(norm(part.flatten(1).contiguous()).view(part.shape))

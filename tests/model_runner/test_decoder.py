@@ -83,7 +83,7 @@ def test_experts(name: str, models: Models, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("name", [*WINDOWED, *LATENT])
+@pytest.mark.parametrize("name", [*WINDOWED, *LATENT, "gpt-oss-experts"])
 def test_evicted_pages_are_not_read(
     name: str,
     page_size: int,
@@ -205,7 +205,9 @@ def test_half_precision_is_close(name: str, dtype: str, models: Models, tokens: 
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["deepseek-v2-experts", "deepseek-v3-experts"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2-experts", "deepseek-v3-experts", "minimax-experts", "gpt-oss-experts"]
+)
 def test_experts_in_half_precision(
     name: str, dtype: str, models: Models, tokens: list[int]
 ) -> None:
