@@ -271,7 +271,7 @@ class Grouped:
         assert out.is_contiguous(), "kernels know no strides of results"
         check_page_ids(self._pages, len(keys))
         self.runs += 1
-        sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        sums = q.new_empty(q.shape[:2], dtype=torch.float32)
         if not isinstance(q, FakeTensor):
             kernel(lambda: self._compute(q, keys, values, k_scale, v_scale, out, sums))
         return (out, sums) if return_lse else out
