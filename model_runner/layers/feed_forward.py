@@ -86,9 +86,7 @@ class MoEFeedForward:
         return Hidden(residual, addend) if self._adds_in_norms else Hidden(residual + addend)
 
 
-def _read_experts(
-    loader: WeightLoader, experts: MoEConfig, prefix: str
-) -> Iterator[ExpertWeights]:
+def _read_experts(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:
     """Read the weights of routed experts, each when it is asked for."""
     hidden, inner = loader.config.hidden_size, experts.moe_intermediate_size
     halves = {"gate_proj": inner, "up_proj": inner}
