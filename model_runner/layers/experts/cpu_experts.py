@@ -110,9 +110,7 @@ class CpuExperts:
             return has_bfloat16_products() or has_float_products()
         return dtype is torch.float32 and has_float_products()
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         hidden, pairs = x.shape[1], chosen.numel()
         assert x.dtype is self._down.dtype

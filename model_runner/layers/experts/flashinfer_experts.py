@@ -127,9 +127,7 @@ class FlashInferExperts:
                 "swiglu_limit": each * activation.most,
             }
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         hidden = x.shape[1]
         if hidden != self._hidden:

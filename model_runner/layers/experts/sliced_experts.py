@@ -46,9 +46,7 @@ class SlicedExperts:
         ]
         self._activate = activate
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         order = chosen.flatten().argsort(stable=True)
         rows = x[order // chosen.shape[1]]
