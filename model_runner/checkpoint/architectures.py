@@ -5,7 +5,7 @@ docs/adding-a-model.md says how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
@@ -18,6 +18,7 @@ from kvrelay.model_runner.config.model_config import (
     ExpertTensors,
     QKNorm,
 )
+from kvrelay.model_runner.errors import UnknownArchitectureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,26 +301,25 @@ def find_architecture(config: ConfigFile) -> tuple[str, ConfigFile]:
     """The name of a config.json's architecture, and the section that describes the decoder.
 
     Raises:
-        CheckpointError: the architecture does not run here.
+        UnknownArchitectureError: no row of `ARCHITECTURES` has its name.
+        CheckpointError: it names none.
     """
     text = config
     if config.has("text_config"):
-        wrapper = _name(config)
-        if wrapper not in WRAPPERS:
-            raise config.error(
-                "architectures",
-                f"{wrapper!r} is not supported (of those with a text_config these are: "
-                f"{', '.join(WRAPPERS)})",
-            )
-        text = config.section("text_config").with_defaults(
-            {name: config.get(name) for name in _OUTER_FIELDS if config.has(name)}
-        )
+        _check_known(config, _name(config), WRAPPERS, "of those with a text_config these are")
+        outer = {name: config.get(name) for name in _OUTER_FIELDS if config.has(name)}
+        text = config.section("text_config").with_defaults(outer)
     name = _name(text)
-    if name not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        raise text.error("architectures", f"{name!r} is not supported (these are: {supported})")
-    defaults = {**_COMMON_DEFAULTS, **ARCHITECTURES[name].defaults}
-    return name, text.with_defaults(defaults)
+    _check_known(text, name, ARCHITECTURES, "these are")
+    return name, text.with_defaults({**_COMMON_DEFAULTS, **ARCHITECTURES[name].defaults})
+
+
+def _check_known(config: ConfigFile, name: str, known: Collection[str], these: str) -> None:
+    if name not in known:
+        error = config.error(
+            "architectures", f"{name!r} is not supported ({these}: {', '.join(known)})"
+        )
+        raise UnknownArchitectureError(str(error))
 
 
 _OUTER_FIELDS: Final = ("eos_token_id", "quantization_config", "tie_word_embeddings")

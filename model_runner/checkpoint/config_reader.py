@@ -48,7 +48,7 @@ def read_config(folder: Path) -> ModelConfig:
         mlp_bias=has(options.mlp_bias, config),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(config, folder / GENERATION_CONFIG_NAME, vocab_size),
+        eos_token_ids=read_eos_token_ids(config, folder, vocab_size),
         post_norms=options.has_post_norms,
         add_unit_offset=options.adds_unit_offset,
         embedding_scale=hidden_size**0.5 if options.scales_embeddings else 1.0,
@@ -150,8 +150,10 @@ def _even(config: ConfigFile, field: str) -> int:
     return value
 
 
-def _eos_token_ids(config: ConfigFile, generation_path: Path, vocab_size: int) -> tuple[int, ...]:
+def read_eos_token_ids(config: ConfigFile, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Read the end-of-sequence tokens of `folder`: generation_config.json has the last word."""
     ids = config.token_ids("eos_token_id", vocab_size)
+    generation_path = folder / GENERATION_CONFIG_NAME
     if generation_path.exists():
         generation = ConfigFile.read(generation_path)
         ids = generation.token_ids("eos_token_id", vocab_size) or ids
