@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
+
+from kvrelay.model_runner.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +26,23 @@ _OTHER_PARTS: Final = re.compile(
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def name_tensors(stored: Iterable[str], num_layers: int) -> Mapping[str, str]:
+def name_tensors(stored: Mapping[str, Path], num_layers: int) -> Mapping[str, str]:
     """Map the names that a decoder asks for to the stored ones.
 
     Tensors of other parts, and of layers from `num_layers` on, are left out; a line in the log
     counts them. The latter predict further tokens (MTP); no layer below reads them.
+
+    Args:
+        stored: the names, with the file of each.
+        num_layers: the layers of the decoder.
+
+    Raises:
+        CheckpointError: two tensors have one name.
     """
     names: dict[str, str] = {}
     parts: Counter[str] = Counter()
     beyond = 0
-    for name in stored:
+    for name, path in stored.items():
         if part := _OTHER_PARTS.match(name):
             parts[part[2]] += 1
             continue
@@ -40,6 +50,8 @@ def name_tensors(stored: Iterable[str], num_layers: int) -> Mapping[str, str]:
         layer = _LAYER.match(plain)
         if layer and int(layer[1]) >= num_layers:
             beyond += 1
+        elif plain in names:
+            raise CheckpointError(f"{path}: tensors {names[plain]} and {name} have one place")
         else:
             names[plain] = name
     if parts:

@@ -46,7 +46,7 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _rope(rope_type: str, **parameters: float) -> dict[str, Any]:
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
 
 
