@@ -90,9 +90,11 @@ class CpuExperts:
             int(Unit.FLOATS if self._down.dtype is torch.float32 else find_unit(inputs))
             for inputs in (self._hidden, self._inner)
         ]
-        clamp = activation if isinstance(activation, ClampedSilu) else None
-        self._gate = int(Gate.CLAMPED_SILU if clamp else _GATES[activation])
-        self._clamp = (clamp.slope, clamp.most) if clamp else (0.0, 0.0)
+        if isinstance(activation, ClampedSilu):
+            self._gate = int(Gate.CLAMPED_SILU)
+            self._clamp = activation.slope, activation.most
+        else:
+            self._gate, self._clamp = int(_GATES[activation]), (0.0, 0.0)
         self._scratch = scratch
         self._threads = threads
 
