@@ -24,13 +24,15 @@ _OTHER_PARTS: Final = re.compile(
 )
 """The parts of a model for images that text does not pass."""
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+_MTP_PRODUCT: Final = "eh_proj.weight"
+"""The product that joins embedding and hidden state, in every layer that predicts further tokens."""
 
 
 def name_tensors(stored: Mapping[str, Path], num_layers: int) -> Mapping[str, str]:
     """Map the names that a decoder asks for to the stored ones.
 
-    Tensors of other parts, and of layers from `num_layers` on, are left out; a line in the log
-    counts them. The latter predict further tokens (MTP); no layer below reads them.
+    Tensors of other parts are left out, and so are layers from `num_layers` on that predict further
+    tokens (MTP), which no layer below reads. A line in the log counts them.
 
     Args:
         stored: the names, with the file of each.
@@ -42,13 +44,14 @@ def name_tensors(stored: Mapping[str, Path], num_layers: int) -> Mapping[str, st
     names: dict[str, str] = {}
     parts: Counter[str] = Counter()
     beyond = 0
+    predicting = {_layer_of(_plain_name(one)) for one in stored if one.endswith(_MTP_PRODUCT)}
     for name, path in stored.items():
         if part := _OTHER_PARTS.match(name):
             parts[part[2]] += 1
             continue
         plain = _plain_name(name)
-        layer = _LAYER.match(plain)
-        if layer and int(layer[1]) >= num_layers:
+        layer = _layer_of(plain)
+        if layer in predicting and layer >= num_layers:
             beyond += 1
         elif plain in names:
             raise CheckpointError(f"{path}: tensors {names[plain]} and {name} have one place")
@@ -68,6 +71,12 @@ def name_tensors(stored: Mapping[str, Path], num_layers: int) -> Mapping[str, st
             num_layers,
         )
     return names
+
+
+def _layer_of(name: str) -> int:
+    """The layer of a tensor; -1: it is of none."""
+    layer = _LAYER.match(name)
+    return int(layer[1]) if layer else -1
 
 
 def _plain_name(name: str) -> str:

@@ -85,11 +85,18 @@ def test_two_tensors_for_one_place(folder: Path) -> None:
     assert_refused(folder, NORM, wrapped, "have one place")
 
 
-def test_a_layer_that_is_left_out_counts_for_nothing(
+BEHIND = "model.layers.2.input_layernorm.weight"
+
+
+def test_more_layers_than_the_configuration_says(folder: Path) -> None:
+    rewrite(folder, {BEHIND: torch.ones(64)})
+    assert_refused(folder, f"tensor {BEHIND} has no place")
+
+
+def test_a_layer_that_predicts_a_second_token_counts_for_nothing(
     folder: Path, models: Models, tokens: list[int]
 ) -> None:
-    """Only layers behind the last may be more than there are."""
-    rewrite(folder, {"model.layers.2.input_layernorm.weight": torch.full((64,), torch.nan)})
+    rewrite(folder, {BEHIND: torch.ones(64), "model.layers.2.eh_proj.weight": torch.ones(64, 128)})
     got = Sequences(ModelRunner(folder, "float32", "cpu"), 1, 9).forward({0: tokens[:9]})
     plain = ModelRunner(models.folder("llama"), "float32", "cpu")
     assert torch.equal(got, Sequences(plain, 1, 9).forward({0: tokens[:9]}))
