@@ -25,7 +25,7 @@ _OTHER_PARTS: Final = re.compile(
 """The parts of a model for images that text does not pass."""
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _MTP_PRODUCT: Final = "eh_proj.weight"
-"""The product that joins embedding and hidden state, in every layer that predicts further tokens."""
+"""The product that joins embedding and hidden state in layers that predict further tokens."""
 
 
 def name_tensors(stored: Mapping[str, Path], num_layers: int) -> Mapping[str, str]:
