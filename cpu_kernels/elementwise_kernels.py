@@ -86,15 +86,23 @@ def rms_norm_row(x: Array, weight: Array, eps: Any, out: Array) -> None:
 
 @kernel
 def rotate(
-    threads: int, rows: int, all_heads: int, dim: int, heads: int, count: int, cos: int, sin: int
+    threads: int,
+    rows: int,
+    all_heads: int,
+    dim: int,
+    half: int,
+    heads: int,
+    count: int,
+    cos: int,
+    sin: int,
 ) -> None:
-    """Rotate the first `count` of ``heads [rows, all_heads, dim]`` in place.
+    """Rotate ``2 * half`` dimensions of the first `count` of ``heads [rows, all_heads, dim]``.
 
-    ``cos, sin [rows, dim / 2]`` are float32.
+    ``cos, sin [rows, half]`` are float32. It is done in place.
     """
     numbers = array_at(heads, (rows, all_heads, dim), np.uint16)
-    cosines = array_at(cos, (rows, dim // 2), np.float32)
-    sines = array_at(sin, (rows, dim // 2), np.float32)
+    cosines = array_at(cos, (rows, half), np.float32)
+    sines = array_at(sin, (rows, half), np.float32)
     args = (np.zeros(1, np.int64), numbers, count, cosines, sines)
     run_on_team(threads, rotate_rows, args)
 
@@ -113,9 +121,9 @@ def rotate_rows(counter: Array, heads: Array, count: int, cos: Array, sin: Array
 
 @exact
 def rotate_head(head: Array, cos: Array, sin: Array) -> None:
-    """Rotate one ``head [D]``."""
+    """Rotate the first dimensions of one ``head [D]``."""
     half = len(cos)
-    first, second = head[:half], head[half:]
+    first, second = head[:half], head[half : 2 * half]
     for i in range(half):
         a, b = widen(first[i]), widen(second[i])
         store(first, i, a * cos[i] - b * sin[i])
@@ -192,31 +200,6 @@ def gelu_mul_row(gates: Array, ups: Array, products: Array) -> None:
         store(products, i, times_sigmoid(gate, x) * widen(ups[i]))
 
 
-@kernel
-def clamped_silu_mul(
-    threads: int, rows: int, width: int, gate_up: int, slope: float, most: float, out: int
-) -> None:
-    """Write as `silu_mul`, by `clamped_silu_mul_row`."""
-    factors = array_at(gate_up, (rows, 2 * width), np.uint16)
-    products = array_at(out, (rows, width), np.uint16)
-    args = (np.zeros(1, np.int64), factors, np.float32(slope), np.float32(most), products)
-    run_on_team(threads, clamped_silu_mul_rows, args)
-
-
-@team_part
-def clamped_silu_mul_rows(
-    counter: Array, gate_up: Array, slope: Any, most: Any, out: Array
-) -> None:
-    """Compute rows of `clamped_silu_mul` until none is left."""
-    count, width = out.shape
-    begin = take(counter, TAKEN_ROWS)
-    while begin < count:
-        for row in range(begin, min(begin + TAKEN_ROWS, count)):
-            gates, ups = gate_up[row, :width], gate_up[row, width:]
-            clamped_silu_mul_row(gates, ups, slope, most, out[row])
-        begin = take(counter, TAKEN_ROWS)
-
-
 @exact
 def clamped_silu_mul_row(gates: Array, ups: Array, slope: Any, most: Any, products: Array) -> None:
     """Write ``(up + 1) * gate * sigmoid(slope * gate)``, as gpt-oss does.
@@ -225,6 +208,6 @@ def clamped_silu_mul_row(gates: Array, ups: Array, slope: Any, most: Any, produc
     """
     for i in range(len(products)):
         gate, up = widen(gates[i]), widen(ups[i])
-        gate = most if gate > most else gate
-        up = most if up > most else -most if up < -most else up
+        gate = min(gate, most)
+        up = most if up > most else max(up, -most)
         store(products, i, times_sigmoid(gate, slope * gate) * (up + np.float32(1.0)))

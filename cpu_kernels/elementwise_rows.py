@@ -91,7 +91,7 @@ def sigmoid_of_rows(rows: Array) -> None:
 @kernel
 def softmax_of_rows(rows: Array) -> None:
     """The softmax of each of ``rows [T, N]`` float32, in place."""
-    softmax(rows, 0, rows.shape[1])
+    softmax(rows, 0, rows.shape[1], 0)
 
 
 @kernel

@@ -119,6 +119,16 @@ def write_int64(_typing: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def read_float(_typing: Any, address: Any, index: Any) -> Any:
+    """The `index`-th float32 from `address` on."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.gep(pointer(builder, args[0], FLOAT), [args[1]]))
+
+    return numba.float32(numba.int64, numba.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def write_float(_typing: Any, address: Any, index: Any, value: Any) -> Any:
     """Write the `index`-th float32 from `address` on."""
 

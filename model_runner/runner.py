@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
 from kvrelay.model_runner.attention.expanded_latents import SplittingAttention, absorbing
+from kvrelay.model_runner.attention.flashinfer_attention import import_flashinfer
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
@@ -113,6 +115,7 @@ class ModelRunner:
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
         heads = self.config.attention
         self._moe_backend = moe_backend
+        fused = self._import_fused_experts()
         room = self._graph_room(graphs)
         # Before the weights, so that unsupported options are refused at once.
         self._attention = AttentionFactory(
@@ -140,10 +143,21 @@ class ModelRunner:
             )
             linears = LinearFactory(batch_invariant, self.kernel_threads, cpu_kernels)
             experts = ExpertFactory(
-                moe_backend, self.dtype, self.device, linears, elementwise, self.kernel_threads
+                moe_backend,
+                self.dtype,
+                self.device,
+                linears,
+                elementwise,
+                self.kernel_threads,
+                fused,
             )
             checkpoint = Checkpoint(
-                path, self.dtype, self.device, on_read, self.config.quantization
+                path,
+                len(self.config.layers),
+                self.dtype,
+                self.device,
+                on_read,
+                self.config.quantization,
             )
             _say_what_is_dequantized(checkpoint)
             self._kv_scales = self._read_kv_scales(checkpoint)
@@ -440,6 +454,13 @@ class ModelRunner:
         windows = [window for window in self.config.pool_windows if window is not None]
         most_each = min(options.most_each, self.max_model_len, *windows)
         return GraphRoom(options.sizes, self.max_model_len, options.required, most_each)
+
+    def _import_fused_experts(self) -> Any | None:
+        """FlashInfer's module of experts, if the user asks for it and the model has any."""
+        if not self._has_experts or self._moe_backend is not MoEBackend.FLASHINFER:
+            return None
+        package = import_flashinfer(self.device, f"--moe-backend {self._moe_backend}")
+        return package.fused_moe
 
     @property
     def _has_experts(self) -> bool:

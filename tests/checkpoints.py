@@ -14,14 +14,22 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -41,6 +49,7 @@ SHAPE = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
@@ -88,6 +97,51 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 16,
             "first_k_dense_replace": 3,
+        },
+    ),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 32,
+            "use_qk_norm": True,
+        },
+    ),
+    "minimax-m2": (
+        MiniMaxM2Config,
+        MiniMaxM2ForCausalLM,
+        {**_EXPERTS, "intermediate_size": 32, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            **_EXPERTS,
+            "intermediate_size": 32,
+            "head_dim": 32,
+            "sliding_window": 8,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
         },
     ),
 }

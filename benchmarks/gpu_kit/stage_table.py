@@ -165,7 +165,7 @@ GROUPS = (
             "experts",
             "six layers of DeepSeek-V2-Lite's size",
             90,
-            *("experts", "--rows", "1,32", "--chunks", "2048"),
+            *("experts", "--rows", "1,32", "--chunks", "2048", "--eager", "1,32"),
         ),
     ),
     (

@@ -18,6 +18,7 @@ from kvrelay.cpu_kernels.jit import (
     team_part,
     widen,
 )
+from kvrelay.cpu_kernels.pair_memory import read_float
 from kvrelay.cpu_kernels.team import run_on_team, take
 
 _LINE = 32
@@ -36,6 +37,7 @@ def attend_rows(
     window: int,
     scale: float,
     softcap: float,
+    sinks: int,
     new: int,
     shape: tuple[int, int, int],
     num_heads: int,
@@ -50,8 +52,9 @@ def attend_rows(
     Both are given by their address, `new` with its shape; they have the dtype of `pages`.
 
     Each sequence has one row, computed in float32 passes: scores (bent by a `softcap` unless it is
-    0), softmax, weighted sum. `page_table` is read from the page of the first token within the
-    `window` on. With one part, keys are also the values, up to the value dimension.
+    0), softmax, weighted sum. `sinks` is the address of ``[num_heads]`` float32, 0 if there are
+    none. `page_table` is read from the page of the first token within the `window` on. With one
+    part, keys are also the values, up to the value dimension.
     """
     tokens, _, head_dim = shape
     value_offset = (parts - 1) * kv_heads * page_size * head_dim
@@ -66,6 +69,7 @@ def attend_rows(
         window,
         np.float32(scale),
         np.float32(softcap),
+        sinks,
         array_at(new, shape, pages.dtype),
         num_heads,
         rows,
@@ -88,6 +92,7 @@ def attend_remaining_rows(
     window: int,
     scale: Any,
     softcap: Any,
+    sinks: int,
     new: Array,
     num_heads: int,
     rows: Array,
@@ -115,7 +120,7 @@ def attend_remaining_rows(
         add_scores(pages, starts, page_size, kv_heads, queries, skipped, tokens, scores)
         if softcap > 0:
             cap(scores, skipped, tokens, softcap)
-        softmax(scores, skipped, tokens)
+        softmax(scores, skipped, tokens, sinks)
         starts += value_offset
         add_values(pages, starts, page_size, kv_heads, head_dim, scores, skipped, tokens, sums)
         store_sums(sums, out[rows[b]])
@@ -219,11 +224,11 @@ def cap(scores: Array, skipped: int, tokens: int, softcap: float) -> None:
 
 
 @inlined
-def softmax(scores: Array, skipped: int, tokens: int) -> None:
-    """Apply softmax to each row's ``[skipped, tokens)``, in place."""
+def softmax(scores: Array, skipped: int, tokens: int, sinks: int) -> None:
+    """Apply softmax to each row's ``[skipped, tokens)``, in place; a sink takes a share, too."""
     for head in range(scores.shape[0]):
         row = scores[head, skipped:tokens]
-        largest = row[0]
+        largest = read_float(sinks, head) if sinks else row[0]
         for token in range(len(row)):
             largest = max(largest, row[token])
         total = np.float32(0)
@@ -231,6 +236,8 @@ def softmax(scores: Array, skipped: int, tokens: int) -> None:
             weight = exp_of_negative(row[token] - largest)
             row[token] = weight
             total += weight
+        if sinks:
+            total += exp_of_negative(read_float(sinks, head) - largest)
         inverse = np.float32(1.0) / total
         for token in range(len(row)):
             row[token] *= inverse

@@ -31,6 +31,7 @@ from kvrelay.cpu_kernels.pair_memory import (
     address_of,
     clear,
     copy,
+    read_float,
     read_int32,
     read_int64,
     write_float,
@@ -71,6 +72,8 @@ class DecodeHeads(NamedTuple):
     scale: Any
     softcap: Any
     """The softcap; 0: there is none."""
+    sinks: int
+    """The address of ``[num_heads]`` float32; 0: there are none."""
 
 
 class Row(NamedTuple):
@@ -118,6 +121,7 @@ def attend_rows_in_pairs(
     window: int,
     scale: float,
     softcap: float,
+    sinks: int,
     new: int,
     shape: tuple[int, int, int],
     num_heads: int,
@@ -145,6 +149,7 @@ def attend_rows_in_pairs(
         window,
         np.float32(scale),
         np.float32(softcap),
+        sinks,
     )
     counter = np.zeros(1, np.int64)
     query_row = 2 * new_heads * head_dim
@@ -310,7 +315,12 @@ def weigh(heads: DecodeHeads, row: Row, room: DecodeScratch) -> None:
             write_float(scores, token, _NOT_SEEN)
         slope = _LOG2_E if heads.softcap > 0 else heads.scale * _LOG2_E
         find_shift(scores, row.blocks, slope, room.shift)
-        weigh_scores(scores, row.blocks, slope, room.shift, room.totals + head * _LANES)
+        totals = room.totals + head * _LANES
+        weigh_scores(scores, row.blocks, slope, room.shift, totals)
+        if heads.sinks:
+            # Infinite for a sink far above all scores: values then weigh nothing.
+            weight = np.exp2(read_float(heads.sinks, head) * _LOG2_E + read_float(room.shift, 0))
+            write_float(totals, 0, read_float(totals, 0) + weight)
 
 
 @inlined

@@ -71,7 +71,7 @@ from kvrelay.cpu_kernels.attention.prefill_tiles import (
 )
 from kvrelay.cpu_kernels.jit import array_at, inlined, kernel, store, team_part
 from kvrelay.cpu_kernels.lanes import LANES
-from kvrelay.cpu_kernels.pair_memory import address_of, read_int32, read_int64
+from kvrelay.cpu_kernels.pair_memory import address_of, read_float, read_int32, read_int64
 from kvrelay.cpu_kernels.products.tiles import (
     TILE_BYTES,
     TILE_NUMBERS,
@@ -111,6 +111,7 @@ def attend_strips(
     window: int,
     scale: float,
     softcap: float,
+    sinks: int,
     new: int,
     shape: tuple[int, int, int],
     num_heads: int,
@@ -153,6 +154,7 @@ def attend_strips(
         window,
         np.float32(scale),
         np.float32(softcap),
+        sinks,
     )
     counter = np.zeros(1, np.int64)
     results = array_at(out, (tokens, num_heads * value_dim), pages.dtype)
@@ -434,6 +436,21 @@ def add_values(heads: PrefillHeads, tile: int, vectors: int, count: int, room: R
 
 
 @inlined
+def add_sinks(
+    heads: PrefillHeads, head: int, first: int, lanes: int, largest: Array, totals: Array
+) -> None:
+    """Add to a tile's ``totals [lanes]`` the weights of the sinks of its rows from `first` on.
+
+    `head` is the first query head of its group. A weight is infinite if a sink is far above all
+    scores: values then weigh nothing.
+    """
+    factor = _LOG2_E if heads.softcap > 0 else heads.scale * _LOG2_E
+    for r in range(lanes):
+        sink = read_float(heads.sinks, head + (first + r) % heads.group)
+        totals[r] += np.exp2(sink * _LOG2_E - largest[r] * factor)
+
+
+@inlined
 def write_sums(
     heads: PrefillHeads,
     head: int,
@@ -449,6 +466,8 @@ def write_sums(
         begin = LANES * find_tile(strip, tile)
         lanes = LANES * find_tile(strip, tile + 1) - begin
         sums, totals = scratch.sums[tile], scratch.totals[tile]
+        if heads.sinks:
+            add_sinks(heads, head * group, first + begin, lanes, scratch.largest[tile], totals)
         for d in range(heads.value_dim):
             for r in range(lanes):
                 store(rounded[d], r, sums[d, r] / totals[r])

@@ -57,6 +57,8 @@ class PrefillHeads(NamedTuple):
     scale: Any
     softcap: Any
     """The softcap; 0: there is none."""
+    sinks: int
+    """The address of ``[num_heads]`` float32; 0: there are none."""
 
 
 def view_units(numbers: Any, unit: Any) -> Any:

@@ -97,6 +97,7 @@ def _load(
         config.threads,
         batch_invariant=config.batch_invariant,
         cpu_kernels=config.cpu_kernels,
+        moe_backend=config.moe_backend,
         attention=config.attention,
         attention_splits=config.attention_splits,
         kv_dtype=config.kv_dtype,

@@ -43,7 +43,9 @@ logger = logging.getLogger(__name__)
 class StepAttention(Protocol):
     """Attention of one forward: its batch, laid out for the backend once for a pool's layers."""
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write this forward's keys and values of `layer` into the pool, and attend.
 
         Args:
@@ -51,6 +53,8 @@ class StepAttention(Protocol):
             rows: ``[T, num_heads + parts * num_kv_heads, head_dim]`` contiguous, in the model's
                 dtype, already rotated. The heads are those of queries, keys, values (or queries and
                 the latent). Keys and values may be rounded in place.
+            sinks: ``[num_heads]`` float32, scores that are in each head's softmax beside its
+                tokens' and weigh no value; None: there are none. Latents have none.
 
         Returns:
             ``[T, num_heads * value_dim]`` in the same dtype.

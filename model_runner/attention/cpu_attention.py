@@ -146,7 +146,9 @@ class CpuStepAttention:
         self._tables = np.ascontiguousarray(page_table[~few])
         self.strips = self._cut_strips(batch, np.flatnonzero(~few))
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend, heads = self._backend, self._backend.heads
         tokens, all_heads, head_dim = rows.shape
@@ -156,13 +158,17 @@ class CpuStepAttention:
         new: New = (address(rows, backend.dtype), shape, heads.num_heads)
         write_kv(*place, *new, self._page_ids, self._slots)
         out = rows.new_empty(tokens, heads.num_heads * heads.value_dim)
+        at_sinks = 0
+        if sinks is not None:
+            assert sinks.shape == (heads.num_heads,)
+            at_sinks = address(sinks, torch.float32)
         if self._rows.size:
-            self._decode(place, new, out.data_ptr())
+            self._decode(place, at_sinks, new, out.data_ptr())
         if self.strips.size:
-            self._prefill(place, new, out.data_ptr())
+            self._prefill(place, at_sinks, new, out.data_ptr())
         return out
 
-    def _decode(self, place: Place, new: New, out: int) -> None:
+    def _decode(self, place: Place, sinks: int, new: New, out: int) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         backend.attend_rows(
             self.decode_threads,
@@ -172,6 +178,7 @@ class CpuStepAttention:
             backend.window,
             heads.scale,
             heads.softcap or 0.0,
+            sinks,
             *new,
             heads.value_dim,
             self._rows,
@@ -180,7 +187,7 @@ class CpuStepAttention:
             out,
         )
 
-    def _prefill(self, place: Place, new: New, out: int) -> None:
+    def _prefill(self, place: Place, sinks: int, new: New, out: int) -> None:
         backend, heads, geometry = self._backend, self._backend.heads, self._backend.pool.geometry
         attend_strips(
             self._backend.threads.count if self._shares_strips else 1,
@@ -190,6 +197,7 @@ class CpuStepAttention:
             backend.window,
             heads.scale,
             heads.softcap or 0.0,
+            sinks,
             *new,
             heads.value_dim,
             self._tables,

@@ -99,7 +99,9 @@ class DequantizedStepAttention:
         self._page_ids = page_ids
         self._new_tokens = new_tokens
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write and attend, as `StepAttention.attend`. Rounds new keys and values in `rows`."""
         pages = self._backend.pages
         new = rows[:, self._backend.heads.num_heads :]
@@ -109,7 +111,7 @@ class DequantizedStepAttention:
         pages.read_pages(
             layer, self._page_ids, self._backend.scratch.layer(0)[: len(self._page_ids)]
         )
-        return self._step.attend(0, rows)
+        return self._step.attend(0, rows, sinks)
 
 
 def gather_pages(

@@ -138,7 +138,8 @@ class ExpandedStep:
         Returns:
             ``[E, heads, value_dim]``
         """
-        return self._wrapper.run(queries, keys, values)
+        attended: torch.Tensor = self._wrapper.run(queries, keys, values)
+        return attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,9 @@ class SplitLatents:
     absorbed_rows: torch.Tensor
     """``[T - E]``"""
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Refuse: a layer of latents uses the parts instead."""
         raise AssertionError("a step in parts")
 

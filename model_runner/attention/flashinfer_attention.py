@@ -11,6 +11,7 @@ run the prefill kernels behind them. Latents (MLA) have kernels of their own for
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -37,6 +38,7 @@ from kvrelay.model_runner.attention.flashinfer_compiler import (
 from kvrelay.model_runner.attention.fp8_pages import FP8, Fp8Pages
 from kvrelay.model_runner.attention.new_tokens import NewTokens, StaticNewTokens
 from kvrelay.model_runner.attention.paged_plan import PagedPlan, plan_pages
+from kvrelay.model_runner.attention.sinks import tokens_share
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.cuda_graphs import GraphRoom, GraphShape
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
@@ -67,6 +69,8 @@ They have 4, 6, 8 and 16, too, where tensor cores are faster; they do not have 5
 MAX_PAGE_STRIDE = 2**32
 """The elements from page to page of a layer that kernels can count: they use 32 bits."""
 _LEAST_CAPABILITY: Final = (8, 0)
+_LN_2: Final = math.log(2)
+"""The factor of kernels' sums of exponentials, whose logarithms are of base 2."""
 _HOPPER: Final = 9
 """The major compute capability of GPUs whose kernels read latents in FP8."""
 
@@ -82,7 +86,7 @@ class Wrapper(Protocol):
         """Divide the work of the coming layers; arrays are on the host."""
         ...
 
-    def run(self, *args: Any, **options: Any) -> torch.Tensor:
+    def run(self, *args: Any, **options: Any) -> Any:
         """Launch the kernels of one layer, as planned."""
         ...
 
@@ -169,19 +173,17 @@ def expands(heads: ExpandedHeads) -> bool:
     return (heads.key_dim, heads.value_dim) in EXPANDED_DIMS
 
 
-def import_flashinfer(device: torch.device) -> Any:
-    """Import and return the flashinfer package.
+def import_flashinfer(device: torch.device, option: str = "--attention flashinfer") -> Any:
+    """Import and return the flashinfer package, for an `option` that errors name.
 
     Raises:
         UnsupportedOptionError: it is not installed, it cannot compile its kernels, or `device` is
             no GPU that it supports.
     """
     if device.type != "cuda":
-        raise UnsupportedOptionError(
-            f"--attention flashinfer needs a CUDA device, not {device.type}"
-        )
+        raise UnsupportedOptionError(f"{option} needs a CUDA device, not {device.type}")
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        raise UnsupportedOptionError("--attention flashinfer needs a GPU of sm_80 or later")
+        raise UnsupportedOptionError(f"{option} needs a GPU of sm_80 or later")
     offer_own_ninja()
     link_lazily()
     try:
@@ -189,11 +191,10 @@ def import_flashinfer(device: torch.device) -> Any:
     # RuntimeError: packages of compiled kernels that are of another version.
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedOptionError(
-            f"--attention flashinfer: the package is not usable here ({error}): "
-            "pip install 'kvrelay[cuda]'"
+            f"{option}: the package is not usable here ({error}): pip install 'kvrelay[cuda]'"
         ) from error
     if lack := compiler_lacks():
-        raise UnsupportedOptionError(f"--attention flashinfer cannot compile its kernels: {lack}")
+        raise UnsupportedOptionError(f"{option} cannot compile its kernels: {lack}")
     return package
 
 
@@ -489,7 +490,12 @@ class FlashInferAttention:
         return fitting_heads(self.heads.num_heads) - self.heads.num_heads
 
     def attend(
-        self, parts: Sequence[PlannedRows], new_tokens: NewTokens, layer: int, rows: torch.Tensor
+        self,
+        parts: Sequence[PlannedRows],
+        new_tokens: NewTokens,
+        layer: int,
+        rows: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write and attend as planned; shapes as in `StepAttention.attend`.
 
@@ -501,6 +507,7 @@ class FlashInferAttention:
         pages, queries, new = self.pool.layer(layer), rows[:, :num_heads], rows[:, num_heads:]
         new_tokens.write(pages, new if fp8 is None else fp8.quantize(layer, new))
         if self.pool.geometry.latent:
+            assert sinks is None
             [part] = parts
             latents = pages[:, 0, 0]  # one part, one head: [pages, page_size, head_dim]
             scales = {}
@@ -508,7 +515,7 @@ class FlashInferAttention:
                 scales = dict.fromkeys(("ckv_scale", "kpe_scale"), fp8.scales[layer].key)
             if part.empty_heads:
                 queries = functional.pad(queries, (0, 0, 0, part.empty_heads))
-            sums = part.wrapper.run(query=queries, kv_cache=latents, **scales)
+            sums: torch.Tensor = part.wrapper.run(query=queries, kv_cache=latents, **scales)
             return sums[:, :num_heads].flatten(1)
         scales = {}
         if fp8 is not None:
@@ -516,7 +523,12 @@ class FlashInferAttention:
         # Without `out` the prefill kernels' results would be zeroed before they are written.
         results, both = queries.new_empty(queries.shape), (pages[:, 0], pages[:, 1])
         for part in parts:
-            part.wrapper.run(queries[part.rows], both, out=results[part.rows], **scales)
+            options: dict[str, Any] = {"out": results[part.rows], **scales}
+            if sinks is None:
+                part.wrapper.run(queries[part.rows], both, **options)
+            else:
+                _, logs = part.wrapper.run(queries[part.rows], both, return_lse=True, **options)
+                results[part.rows] *= tokens_share(logs * _LN_2, sinks).to(results.dtype)
         return results[..., : self.heads.value_dim].flatten(1)
 
     def _pages(self, plan: PagedPlan, page_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -565,13 +577,15 @@ class FlashInferStepAttention:
         if len(batch.positions):
             self._parts = self._plan(*backend.lay_out(batch, page_table))
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         backend = self._backend
         assert backend.latest is self, "a later plan has taken this one's place"
         if not self._parts:
             return rows.new_empty(0, backend.heads.num_heads * backend.heads.value_dim)
-        return backend.attend(self._parts, self._new_tokens, layer, rows)
+        return backend.attend(self._parts, self._new_tokens, layer, rows, sinks)
 
     def _plan(self, plan: PagedPlan, page_ids: torch.Tensor) -> Sequence[PlannedRows]:
         """Plan the decode kernels for the first rows, and the prefill kernels for the others."""

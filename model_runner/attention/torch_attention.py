@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.new_tokens import NewTokens
+from kvrelay.model_runner.attention.sinks import tokens_share
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.torch_options import pin_to_device
@@ -63,7 +64,13 @@ class AttendedTokens:
             _mask(new, stop - oldest, geometry.window, device),
         )
 
-    def attend(self, layer: torch.Tensor, queries: torch.Tensor, heads: QueryHeads) -> torch.Tensor:
+    def attend(
+        self,
+        layer: torch.Tensor,
+        queries: torch.Tensor,
+        heads: QueryHeads,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Gather the pages and attend.
 
         Args:
@@ -71,6 +78,7 @@ class AttendedTokens:
                 tokens already in it.
             queries: ``[T, num_heads, head_dim]`` of the whole batch.
             heads: the query heads, with scale and softcap.
+            sinks: as in `StepAttention.attend`.
 
         Returns:
             ``[end - start, num_heads, value_dim]``
@@ -79,10 +87,10 @@ class AttendedTokens:
         # A latent is its own value.
         keys, values = gathered[0], gathered[-1, ..., : heads.value_dim]
         queries = queries[self.start : self.end].transpose(0, 1)
-        if heads.softcap is None and keys.shape == values.shape:
+        if heads.softcap is None and sinks is None and keys.shape == values.shape:
             attended = self._attend_fused(queries, keys, values, heads.scale)
         else:
-            attended = self._attend_plainly(queries, keys, values, heads)
+            attended = self._attend_plainly(queries, keys, values, heads, sinks)
         return attended.transpose(0, 1)
 
     def _attend_fused(
@@ -99,9 +107,14 @@ class AttendedTokens:
         )[0]
 
     def _attend_plainly(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, heads: QueryHeads
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        heads: QueryHeads,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention with softcaps or latents: torch has no kernel for them.
+        """Attention with softcaps, sinks or latents: torch has no kernel for them.
 
         Heads that share keys are rows of one product, so that keys need not be repeated.
         """
@@ -117,7 +130,11 @@ class AttendedTokens:
         scores = scores.view(kv_heads, -1, new, seen).masked_fill_(~mask, -torch.inf)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = torch.softmax(scores, -1, dtype=wide).to(values.dtype)
-        return (weights.flatten(1, 2) @ values).view(heads.num_heads, new, -1)
+        attended = (weights.flatten(1, 2) @ values).view(heads.num_heads, new, -1)
+        if sinks is None:
+            return attended
+        sums = torch.logsumexp(scores.to(wide), -1).view(heads.num_heads, new)
+        return attended * tokens_share(sums.T, sinks).transpose(0, 1).to(attended.dtype)
 
 
 def cut_spans(
@@ -171,10 +188,14 @@ class TorchStepAttention:
         ]
         self._new_tokens = NewTokens(batch, page_table, pool)
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
         pages = self._pool.layer(layer)
         queries, new = rows[:, : self._heads.num_heads], rows[:, self._heads.num_heads :]
         self._new_tokens.write(pages, new)
-        attended = torch.cat([span.attend(pages, queries, self._heads) for span in self._spans])
+        attended = torch.cat(
+            [span.attend(pages, queries, self._heads, sinks) for span in self._spans]
+        )
         return attended.flatten(1)

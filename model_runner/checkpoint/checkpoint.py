@@ -16,6 +16,7 @@ from kvrelay.model_runner.checkpoint.packed_weight import (
     PackedWeight,
     read_mxfp4_blocks,
 )
+from kvrelay.model_runner.checkpoint.tensor_names import name_tensors
 from kvrelay.model_runner.config.quantization import (
     PackedFormat,
     PackedWeights,
@@ -38,10 +39,12 @@ _ANY_BIAS = (PackedFormat.GPTQ, PackedFormat.GPTQ_V2)
 class Checkpoint:
     """Tensors by name, read from disk when taken.
 
+    Names are those of a decoder alone, as `name_tensors` makes them of the stored ones.
     A weight in few bits is taken by its plain name, and is dequantized while it is read.
 
     Args:
         folder: holds model.safetensors, or an index and its shards.
+        num_layers: the layers of the decoder; tensors of further ones are left out.
         dtype: the dtype that taken tensors are cast to.
         device: the device that they are put on.
         on_read: called with the size of each tensor that was read, in bytes.
@@ -55,6 +58,7 @@ class Checkpoint:
     def __init__(
         self,
         folder: Path,
+        num_layers: int,
         dtype: torch.dtype,
         device: torch.device,
         on_read: Callable[[int], None] = lambda _: None,
@@ -65,7 +69,11 @@ class Checkpoint:
         self._dtype = dtype
         self._device = device
         self._on_read = on_read
-        self._files = self._locate()
+        files = self._locate()
+        self._stored = name_tensors(files, num_layers)
+        self._files = {name: files[stored] for name, stored in self._stored.items()}
+        self._products = {_product(name): _product(one) for name, one in self._stored.items()}
+        """The stored names of products, by which their quantization is described."""
         self._taken: set[str] = set()
         self._digest = WeightsDigest()
 
@@ -90,7 +98,7 @@ class Checkpoint:
 
     def scheme_of(self, product: str) -> Scheme | None:
         """How the weight of a product is stored if it is quantized."""
-        return self._quantization.scheme_of(product)
+        return self._quantization.scheme_of(self._products.get(product, product))
 
     def packed_sizes(self) -> tuple[int, int]:
         """The bytes of all weights in few bits as they are stored, and how many numbers they are.
@@ -105,7 +113,7 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     if per_element := self._numbers_per_element(name):
-                        data = file.get_tensor(name)  # mapped, not read
+                        data = file.get_tensor(self._stored[name])  # mapped, not read
                         stored += data.nbytes
                         numbers += data.numel() * per_element
         return stored, int(numbers)
@@ -213,7 +221,7 @@ class Checkpoint:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
         try:
             with safe_open(self._files[name], framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+                tensor: torch.Tensor = file.get_tensor(self._stored[name])
         except (SafetensorError, OSError) as error:
             raise self.error(name, f"is not readable: {error}") from None
         return tensor
@@ -281,8 +289,8 @@ class Checkpoint:
         ]
         if left:
             raise CheckpointError(
-                f"{self._files[left[0]]}: tensor {left[0]} has no place in this architecture"
-                + (f" (nor have {len(left) - 1} more)" if len(left) > 1 else "")
+                f"{self._files[left[0]]}: tensor {self._stored[left[0]]} has no place in this "
+                "architecture" + (f" (nor have {len(left) - 1} more)" if len(left) > 1 else "")
             )
 
     def _is_bias_of_zeros(self, name: str) -> bool:
@@ -313,6 +321,11 @@ class Checkpoint:
             if name not in present[file]:
                 raise CheckpointError(f"{self._folder / file}: tensor {name} is missing")
         return {name: self._folder / file for name, file in weight_map.items()}
+
+
+def _product(tensor: str) -> str:
+    """The name of the product that a tensor belongs to."""
+    return tensor.rpartition(".")[0]
 
 
 class _Parts:

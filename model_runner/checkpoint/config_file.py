@@ -38,6 +38,10 @@ class ConfigFile:
             raise CheckpointError(f"{path}: must hold a JSON object")
         return cls(path, fields)
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigFile:
+        """The same object; fields that it has not, not even as null, are those of `defaults`."""
+        return ConfigFile(self.path, {**defaults, **self._fields}, self._section)
+
     def error(self, field: str, problem: str) -> CheckpointError:
         """The one-line error about `field`, for the caller to raise."""
         return CheckpointError(f"{self.path}: {self._section}{field} {problem}")

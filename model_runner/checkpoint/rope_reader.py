@@ -8,30 +8,33 @@ from kvrelay.model_runner.checkpoint.config_file import ConfigFile
 from kvrelay.model_runner.config.model_config import LayerType
 from kvrelay.model_runner.config.rope import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
 
-DEFAULT_THETA = 10_000.0
-"""The theta of checkpoints from before `rope_theta` was written into config.json."""
-_GEMMA3_THETA = 1_000_000.0
-"""The same for the full-attention layers of a Gemma 3."""
 
-
-def read_rope(config: ConfigFile, max_model_len: int) -> Rope:
+def read_rope(config: ConfigFile, max_model_len: int, may_be_partial: bool = False) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
 
     Raise `CheckpointError` for a kind that is not computed exactly here (``dynamic`` and
     ``longrope`` depend on the length of the running batch).
     """
-    _refuse_partial(config)
     rope = _section(config)
+    if not may_be_partial:
+        _refuse_partial(config)
+        _refuse_partial(rope)
     for kind in LayerType:
         if rope.has(kind):
             raise rope.error(kind, "is not supported in this architecture: its layers rotate alike")
     pretrained = config if config.has("original_max_position_embeddings") else rope
     return _parse(
         rope,
-        rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA)),
+        rope.number("rope_theta", config.number("rope_theta")),
         pretrained.size("original_max_position_embeddings", max_model_len),
         max_model_len,
     )
+
+
+def read_partial_factor(config: ConfigFile, default: float) -> float:
+    """Read the part of a head that rotates."""
+    factor = config.number("partial_rotary_factor", default)
+    return _section(config).number("partial_rotary_factor", factor)
 
 
 def read_rope_by_type(config: ConfigFile, max_model_len: int) -> dict[LayerType, Rope]:
@@ -51,9 +54,11 @@ def read_rope_by_type(config: ConfigFile, max_model_len: int) -> dict[LayerType,
         sections = {kind: nested.section(kind) for kind in LayerType}
     else:
         sections = {LayerType.FULL: config.section("rope_scaling"), LayerType.SLIDING: nested}
+    for section in sections.values():
+        _refuse_partial(section)
     thetas = {
-        LayerType.FULL: config.number("rope_theta", _GEMMA3_THETA),
-        LayerType.SLIDING: config.number("rope_local_base_freq", DEFAULT_THETA),
+        LayerType.FULL: config.number("rope_theta"),
+        LayerType.SLIDING: config.number("rope_local_base_freq"),
     }
     return {
         kind: _parse(
@@ -87,13 +92,14 @@ def _refuse_partial(owner: ConfigFile) -> None:
 
 
 def _kind(rope: ConfigFile) -> str:
-    return rope.text("rope_type", rope.text("type", "default"))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    # A text token has one position in all of mrope's three dimensions.
+    return "default" if kind == "mrope" else kind
 
 
 def _parse(
     rope: ConfigFile, theta: float, original_max_position_embeddings: int, max_model_len: int
 ) -> Rope:
-    _refuse_partial(rope)
     kind = _kind(rope)
     if kind == "default":
         return DefaultRope(theta)

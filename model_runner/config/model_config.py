@@ -5,32 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from kvrelay.model_runner.config.fp8_weights import Fp8Weights
+from kvrelay.model_runner.config.moe_backend import ClampedSilu
 from kvrelay.model_runner.config.quantization import Quantization
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.config.rope import Rope
-
-
-class Architecture(StrEnum):
-    """The decoders that `Decoder` runs, by transformers' names."""
-
-    LLAMA = "LlamaForCausalLM"
-    """Biases by `attention_bias` and `mlp_bias`."""
-    MISTRAL = "MistralForCausalLM"
-    """No biases; in some every layer has a sliding window."""
-    QWEN2 = "Qwen2ForCausalLM"
-    """Biases on queries, keys and values, always; some layers may have a sliding window."""
-    QWEN3 = "Qwen3ForCausalLM"
-    """Each head's query and key is normalized; biases and windows by the configuration."""
-    GEMMA2 = "Gemma2ForCausalLM"
-    """Every other layer has a window; norms before and after each half layer; softcaps."""
-    GEMMA3 = "Gemma3ForCausalLM"
-    """Gemma 2 with head norms, no softcaps, and another rotation in layers with a window."""
-    DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
-    """Latent attention (MLA)."""
-    DEEPSEEK_V3 = "DeepseekV3ForCausalLM"
-    """Latent attention, and another router of experts."""
 
 
 class LayerType(StrEnum):
@@ -45,6 +26,27 @@ class Activation(StrEnum):
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
+
+
+class QKNorm(StrEnum):
+    """The norms of queries and keys before they are rotated."""
+
+    NONE = "none"
+    EACH_HEAD = "each_head"
+    """Each head is normalized by itself, all by one weight."""
+    ALL_HEADS = "all_heads"
+    """All query heads of a token are normalized as one, and so are its key heads."""
+
+
+class ExpertScores(StrEnum):
+    """The scores by which a router chooses experts, and which become weights."""
+
+    SOFTMAX = "softmax"
+    """The softmax over all experts."""
+    SIGMOID = "sigmoid"
+    """Sigmoids; a bias is added for the choice alone (`noaux_tc`, DeepSeek-V3)."""
+    CHOSEN_SOFTMAX = "chosen_softmax"
+    """Logits for the choice; the softmax over the chosen ones for the weights (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,16 @@ class GQAConfig:
     """`attn_logit_softcapping`: `QueryHeads.softcap`."""
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: bool = False
-    """Each head's query and key is normalized before it is rotated."""
+    qk_norm: QKNorm = QKNorm.NONE
+    partial_rotary_dim: int | None = None
+    """The leading dimensions of a head that rotate; None: all do."""
+    has_sinks: bool = False
+    """Each query head has a score of its own in the softmax, which weighs no value."""
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that rotate."""
-        return self.head_dim
+        return self.partial_rotary_dim or self.head_dim
 
     @property
     def num_cached_heads(self) -> int:
@@ -153,6 +158,28 @@ class MLAConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertTensors:
+    """The names of a mixture's tensors, below their layer."""
+
+    block: str = "mlp"
+    """The prefix of all others."""
+    router: str = "gate"
+    router_bias: str | None = None
+    """The bias of the router's logits; None: it has none."""
+    score_bias: str = "gate.e_score_correction_bias"
+    """The bias of `ExpertScores.SIGMOID`."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked: bool = False
+    """All experts are one tensor, inputs before outputs, in which gate and up alternate."""
+
+
+DEEPSEEK_NAMES: Final = ExpertTensors()
+"""The names of most models."""
+
+
+@dataclass(frozen=True, slots=True)
 class MoEConfig:
     """A feed-forward that is a mixture of experts, by the names of transformers."""
 
@@ -161,7 +188,7 @@ class MoEConfig:
     moe_intermediate_size: int
     """Inner size of a routed expert."""
     shared_intermediate_size: int
-    """Inner size of the shared expert, which every token goes to."""
+    """Inner size of the shared expert, which every token goes to; 0: there is none."""
     n_group: int
     """The number of equal groups of experts; a token uses only its `topk_group` best groups."""
     topk_group: int
@@ -169,8 +196,10 @@ class MoEConfig:
     """The chosen experts' weights are multiplied by it."""
     norm_topk_prob: bool
     """Before that, the weights are divided by their sum."""
-    noaux_tc: bool
-    """Experts are chosen as in DeepSeek-V3, by sigmoids plus a bias, not by V2's softmax."""
+    scores: ExpertScores
+    tensors: ExpertTensors = DEEPSEEK_NAMES
+    clamped: ClampedSilu | None = None
+    """The activation of experts; None: the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +217,8 @@ class LayerConfig:
 class ModelConfig:
     """A decoder's shape and constants."""
 
-    architecture: Architecture
+    architecture: str
+    """The name by which transformers has it."""
     hidden_size: int
     intermediate_size: int
     vocab_size: int

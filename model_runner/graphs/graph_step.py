@@ -111,6 +111,8 @@ class GraphStep:
             return True
         return not np.array_equal(self._planned, plan.kv_indptr)
 
-    def attend(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, rows: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write and attend; shapes as in `StepAttention.attend`."""
-        return self._backend.attend(self._parts, self._new_tokens, layer, rows)
+        return self._backend.attend(self._parts, self._new_tokens, layer, rows, sinks)

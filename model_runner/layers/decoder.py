@@ -61,7 +61,7 @@ class DecoderLayer:
         self._feed_forward = make_feed_forward(
             loader,
             config.layers[index].moe,
-            f"{prefix}.mlp",
+            prefix,
             f"{prefix}.post_feedforward_layernorm",
         )
 

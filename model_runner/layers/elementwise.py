@@ -63,14 +63,14 @@ class HeadNormWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotation of heads of `D` dimensions by positions; ``i`` turns with ``i + D / 2``."""
+    """The rotation of the first `R` dimensions of heads; ``i`` turns with ``i + R / 2``."""
 
     cos: torch.Tensor
-    """``[T, D / 2]`` float32"""
+    """``[T, R / 2]`` float32"""
     sin: torch.Tensor
-    """``[T, D / 2]`` float32"""
+    """``[T, R / 2]`` float32"""
     table: torch.Tensor | None = None
-    """``[T, D]`` float32: cosines, then sines. Only for FlashInfer."""
+    """``[T, R]`` float32: cosines, then sines. Only for FlashInfer."""
     rows: torch.Tensor | None = None
     """``[T]`` int32: each token's row of `table`."""
 
@@ -102,7 +102,7 @@ class Elementwise(Protocol):
     ) -> Rotation:
         """How ``positions [T]`` turn heads, all by `factor` longer.
 
-        ``frequencies [D / 2]`` are angles a position.
+        ``frequencies [R / 2]`` are angles a position.
         """
         ...
 
@@ -173,7 +173,7 @@ class TorchElementwise:
     def find_rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
     ) -> Rotation:
-        """How ``positions [T]`` turn heads; ``frequencies [D / 2]`` are angles a position."""
+        """How ``positions [T]`` turn heads; ``frequencies [R / 2]`` are angles a position."""
         angles = positions[:, None].to(torch.float32) * frequencies
         cos, sin = (one * factor for one in (angles.cos(), angles.sin()))
         return Rotation(cos, sin)
@@ -185,7 +185,7 @@ class TorchElementwise:
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
         cos, sin = (one[:, None].to(heads.dtype) for one in (rotation.cos, rotation.sin))
-        first, second = heads[:, :count].chunk(2, dim=-1)
+        first, second = heads[:, :count, : 2 * cos.shape[-1]].chunk(2, dim=-1)
         turned = first * cos - second * sin
         second.copy_(second * cos + first * sin)
         first.copy_(turned)
@@ -249,12 +249,14 @@ class CpuElementwise(TorchElementwise):
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
         rows, all_heads, dim = heads.shape
         cos, sin = rotation.cos, rotation.sin
-        assert cos.shape == sin.shape == (rows, dim // 2)
+        half = cos.shape[1]
+        assert cos.shape == sin.shape == (rows, half)
         cpu_kernels.rotate(
             self._threads_for(heads),
             rows,
             all_heads,
             dim,
+            half,
             address(heads, torch.bfloat16),
             count,
             address(cos, torch.float32),

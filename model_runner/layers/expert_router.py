@@ -6,34 +6,41 @@ from functools import reduce
 
 import torch
 
-from kvrelay.model_runner.config.model_config import MoEConfig
+from kvrelay.model_runner.config.model_config import ExpertScores, MoEConfig
 from kvrelay.model_runner.layers.loader import WeightLoader
 
 
 class ExpertRouter:
-    """DeepSeek's choice of experts, in float32.
+    """The choice of experts by `ExpertScores`, in float32.
 
-    V2 (arXiv 2405.04434) chooses by the softmax; a group is as good as its best expert. V3 (arXiv
-    2412.19437) chooses by sigmoids plus a bias. The bias balances the load, and is no part of the
-    weights. A group is as good as its two best experts.
+    DeepSeek-V2 (arXiv 2405.04434) chooses by the softmax; a group is as good as its best expert. V3
+    (arXiv 2412.19437) chooses by sigmoids plus a bias. The bias balances the load, and is no part
+    of the weights. A group is as good as its two best experts.
     """
 
     def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
-        shape = (experts.n_routed_experts, loader.config.hidden_size)
         self._experts = experts
         self._elementwise = loader.elementwise
-        weight = loader.checkpoint.take(f"{prefix}.weight", shape)
-        self._linear = loader.linears.make(weight.to(torch.float32))
+        names, count = experts.tensors, experts.n_routed_experts
+        weight = loader.checkpoint.take(
+            f"{prefix}.{names.router}.weight", (count, loader.config.hidden_size)
+        )
+        bias = None
+        if names.router_bias is not None:
+            name = f"{prefix}.{names.router_bias}"
+            bias = loader.checkpoint.take(name, (count,), torch.float32)
+        self._linear = loader.linears.make(weight.to(torch.float32), bias)
         self._score_correction_bias = None
-        if experts.noaux_tc:
-            name = f"{prefix}.e_score_correction_bias"
-            self._score_correction_bias = loader.checkpoint.take(
-                name, (experts.n_routed_experts,), torch.float32
-            )
+        if experts.scores is ExpertScores.SIGMOID:
+            name = f"{prefix}.{names.score_bias}"
+            self._score_correction_bias = loader.checkpoint.take(name, (count,), torch.float32)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, hidden_size]`` to experts and weights, both ``[T, num_experts_per_tok]``."""
         logits = self._linear(x.to(torch.float32))
+        if self._experts.scores is ExpertScores.CHOSEN_SOFTMAX:
+            best = logits.topk(self._experts.num_experts_per_tok)
+            return best.indices, self._elementwise.softmax(best.values)
         if self._score_correction_bias is None:
             scores = preference = self._elementwise.softmax(logits)
         else:
@@ -51,7 +58,10 @@ class ExpertRouter:
         if experts.topk_group == experts.n_group:
             return preference
         grouped = preference.view(len(preference), experts.n_group, -1)
-        best = reduce(torch.add, grouped.topk(2 if experts.noaux_tc else 1).values.unbind(-1))
+        best = reduce(
+            torch.add,
+            grouped.topk(2 if experts.scores is ExpertScores.SIGMOID else 1).values.unbind(-1),
+        )
         kept = best.topk(experts.topk_group).indices
         left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
         return grouped.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)

@@ -26,11 +26,16 @@ class GatedLinear:
     """``activation(gate(x)) * up(x)``: Shazeer (arXiv 2002.05202)."""
 
     def __init__(
-        self, loader: WeightLoader, prefix: str, inner: int, has_bias: bool = False
+        self,
+        loader: WeightLoader,
+        prefix: str,
+        inner: int,
+        has_bias: bool = False,
+        names: tuple[str, str] = ("gate_proj", "up_proj"),
     ) -> None:
         silu = loader.config.activation is Activation.SILU
         self._activate = loader.elementwise.silu_mul if silu else loader.elementwise.gelu_mul
-        parts = {"gate_proj": inner, "up_proj": inner}
+        parts = dict.fromkeys(names, inner)
         self._gate_up = loader.linear(prefix, parts, loader.config.hidden_size, has_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,44 +69,65 @@ class SharedExpert:
 
 
 class MoEFeedForward:
-    """A mixture of experts: each token goes to some, and to one that all tokens share.
+    """A mixture of experts: each token goes to some, and to one that all tokens may share.
 
     DeepSeekMoE (arXiv 2401.06066).
     """
 
-    def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
+    def __init__(self, loader: WeightLoader, experts: MoEConfig, layer: str) -> None:
+        block = f"{layer}.{experts.tensors.block}"
         self._adds_in_norms = loader.elementwise.adds_in_norms
-        self._router = ExpertRouter(loader, experts, f"{prefix}.gate")
+        self._router = ExpertRouter(loader, experts, block)
+        read = _read_stacked if experts.tensors.stacked else _read_each
         self._experts = loader.experts.make(
-            _read_experts(loader, experts, f"{prefix}.experts"),
+            read(loader, experts, f"{block}.experts"),
             experts.n_routed_experts,
-            loader.config.activation,
+            experts.clamped or loader.config.activation,
         )
         inner = experts.shared_intermediate_size
-        self._shared = SharedExpert(loader, f"{prefix}.shared_experts", inner)
+        self._shared = SharedExpert(loader, f"{block}.shared_experts", inner) if inner else None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
-        addend = self._experts(x, *self._router(x)) + self._shared(x)
+        addend = self._experts(x, *self._router(x))
+        if self._shared is not None:
+            addend = addend + self._shared(x)
         return Hidden(residual, addend) if self._adds_in_norms else Hidden(residual + addend)
 
 
-def _read_experts(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:
+def _read_each(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:
     """Read the weights of routed experts, each when it is asked for."""
-    hidden, inner = loader.config.hidden_size, experts.moe_intermediate_size
-    halves = {"gate_proj": inner, "up_proj": inner}
+    hidden, inner, names = loader.config.hidden_size, experts.moe_intermediate_size, experts.tensors
+    halves = {names.gate: inner, names.up: inner}
     for index in range(experts.n_routed_experts):
         name = f"{prefix}.{index}"
         yield ExpertWeights(
             loader.stacked_weight(name, halves, hidden),
-            loader.stacked_weight(name, {"down_proj": hidden}, inner),
+            loader.stacked_weight(name, {names.down: hidden}, inner),
+        )
+
+
+def _read_stacked(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:
+    """Read experts that are one tensor, inputs before outputs; gates and factors alternate."""
+    count, inner = experts.n_routed_experts, experts.moe_intermediate_size
+    hidden, take = loader.config.hidden_size, loader.checkpoint.take
+    gate_up = take(f"{prefix}.gate_up_proj", (count, hidden, 2 * inner))
+    gate_up_bias = take(f"{prefix}.gate_up_proj_bias", (count, 2 * inner))
+    down = take(f"{prefix}.down_proj", (count, inner, hidden))
+    down_bias = take(f"{prefix}.down_proj_bias", (count, hidden))
+    for index in range(count):
+        yield ExpertWeights(
+            torch.cat((gate_up[index, :, ::2].T, gate_up[index, :, 1::2].T)),
+            down[index].T.contiguous(),
+            torch.cat((gate_up_bias[index, ::2], gate_up_bias[index, 1::2])),
+            down_bias[index],
         )
 
 
 def make_feed_forward(
-    loader: WeightLoader, experts: MoEConfig | None, prefix: str, norm: str
+    loader: WeightLoader, experts: MoEConfig | None, layer: str, norm: str
 ) -> FeedForward:
-    """The feed-forward `prefix` of the checkpoint; `norm` is that of `WeightLoader.output`."""
+    """The feed-forward of the checkpoint's `layer`; `norm` is that of `WeightLoader.output`."""
     if experts is None:
-        return DenseFeedForward(loader, prefix, norm)
-    return MoEFeedForward(loader, experts, prefix)
+        return DenseFeedForward(loader, f"{layer}.mlp", norm)
+    return MoEFeedForward(loader, experts, layer)

@@ -19,7 +19,10 @@ from kvrelay.model_runner.layers.elementwise import (
 )
 
 ROTATED_DIMS = (64, 128, 256, 512)
-"""The dimensions of heads that have their own kernel for rotation."""
+"""The dimensions of heads that have their own kernel for rotation.
+
+As many of a longer head may rotate: each half of them is whole vectors of a thread.
+"""
 VECTOR_BYTES: Final = 16
 """The bytes that a thread reads at once; rows must be multiples of it.
 
@@ -80,7 +83,7 @@ class FlashInferElementwise(TorchElementwise):
     def rotate(self, heads: torch.Tensor, count: int, rotation: Rotation) -> None:
         """Rotate the first `count` heads of ``heads [T, heads, D]`` in place."""
         # A kernel takes queries and keys, at least one head of each.
-        if rotation.table is None or count < 2:
+        if rotation.table is None or count < 2 or heads.shape[2] not in ROTATED_DIMS:
             super().rotate(heads, count, rotation)
             return
         self._package.apply_rope_with_cos_sin_cache_inplace(

@@ -58,7 +58,8 @@ class InvariantElementwise(CpuElementwise):
             super().rotate(heads, count, rotation)
             return
         cos, sin = rotation.cos, rotation.sin
-        assert cos.shape == sin.shape == (len(heads), heads.shape[2] // 2)
+        assert cos.shape == sin.shape
+        assert len(cos) == len(heads)
         kernels.rotate_heads(self._threads_for(heads), _rows(heads), count, _rows(cos), _rows(sin))
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -39,3 +39,18 @@ class HeadNorm:
     def __call__(self, heads: torch.Tensor) -> None:
         """Normalize query and key heads of ``heads [T, heads, D]`` in place; others follow."""
         self._elementwise.rms_norm_heads(heads, self._weights, self._eps)
+
+
+class TokenNorm:
+    """Root mean square normalization of all query heads of a token as one, and of its key heads."""
+
+    def __init__(self, query: Norm, key: Norm, query_heads: int, key_heads: int) -> None:
+        self._query = query
+        self._key = key
+        self._counts = [query_heads, key_heads]
+
+    def __call__(self, heads: torch.Tensor) -> None:
+        """Normalize query and key heads of ``heads [T, heads, D]`` in place; others follow."""
+        queries, keys = torch.split(heads[:, : sum(self._counts)], self._counts, dim=1)
+        for norm, part in ((self._query, queries), (self._key, keys)):
+            part.copy_(norm(part.flatten(1).contiguous()).view(part.shape))

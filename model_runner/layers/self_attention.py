@@ -12,11 +12,11 @@ from torch.nn import functional
 from kvrelay.model_runner.attention.backend import StepAttention
 from kvrelay.model_runner.attention.expanded_latents import ExpandedStep, SplitLatents
 from kvrelay.model_runner.batch import Int64Array
-from kvrelay.model_runner.config.model_config import GQAConfig, MLAConfig
+from kvrelay.model_runner.config.model_config import GQAConfig, MLAConfig, QKNorm
 from kvrelay.model_runner.layers.elementwise import HeadNormWeights, Rotation
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.loader import WeightLoader
-from kvrelay.model_runner.layers.norm import HeadNorm
+from kvrelay.model_runner.layers.norm import HeadNorm, TokenNorm
 
 _LATENT_EPS = 1e-6
 """The epsilon of the norms of latents, whatever the model's other norms have."""
@@ -50,7 +50,12 @@ class GroupedQueryAttention:
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         self._qkv = loader.linear(prefix, parts, loader.config.hidden_size, heads.qkv_bias)
         self._output = loader.output(prefix, "o_proj", query_size, heads.output_bias, norm)
-        self._head_norm = self._load_head_norm(loader, prefix) if heads.qk_norm else None
+        self._head_norm = self._load_head_norm(loader, prefix)
+        self._sinks = None
+        if heads.has_sinks:
+            self._sinks = loader.checkpoint.take(
+                f"{prefix}.sinks", (heads.num_heads,), torch.float32
+            )
 
     def add_to(
         self,
@@ -66,10 +71,19 @@ class GroupedQueryAttention:
         if self._head_norm is not None:
             self._head_norm(rows)
         self._elementwise.rotate(rows, turning, rotation)
-        return self._output.add_to(residual, attention.attend(layer, rows))
+        return self._output.add_to(residual, attention.attend(layer, rows, self._sinks))
 
-    def _load_head_norm(self, loader: WeightLoader, prefix: str) -> HeadNorm:
+    def _load_head_norm(self, loader: WeightLoader, prefix: str) -> HeadNorm | TokenNorm | None:
         heads = self._heads
+        if heads.qk_norm is QKNorm.NONE:
+            return None
+        if heads.qk_norm is QKNorm.ALL_HEADS:
+            return TokenNorm(
+                loader.norm(f"{prefix}.q_norm", heads.num_heads * heads.head_dim),
+                loader.norm(f"{prefix}.k_norm", heads.num_kv_heads * heads.head_dim),
+                heads.num_heads,
+                heads.num_kv_heads,
+            )
         query = loader.norm_weight(f"{prefix}.q_norm", heads.head_dim)
         key = loader.norm_weight(f"{prefix}.k_norm", heads.head_dim)
         weights = HeadNormWeights.of(query, key, heads.num_heads, heads.num_kv_heads)

@@ -109,6 +109,7 @@ EVERYTHING: dict[str, Any] = {
     "max_message_bytes": 65537,
     "batch_invariant": True,
     "cpu_kernels": "own",
+    "moe_backend": "torch",
     "attention": "cpu",
     "attention_splits": "none",
     "kv_dtype": "fp8_e4m3",

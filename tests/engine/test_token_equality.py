@@ -239,7 +239,7 @@ def assert_equal_to_plain(
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for architecture in ("llama", "gemma3", "mistral-window", "deepseek"):
+    for architecture in ("llama", "gemma3", "mistral-window", "deepseek", *EXPERTS):
         make_checkpoint(folder / architecture, architecture)
     make_checkpoint(folder / "draft", "llama", seed=0)
     return folder
@@ -262,6 +262,7 @@ def cases(
     ]
 
 
+EXPERTS = ("qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss")
 REST = [mode for mode in MODES if mode not in SPREAD]
 TINY = [
     *cases(("llama",), SPREAD),
@@ -280,6 +281,24 @@ TINY = [
 @pytest.mark.parametrize(("architecture", "mode", "seed"), TINY)
 def test_tiny_models(checkpoints: Path, architecture: str, mode: Mode, seed: int) -> None:
     asked = requests_of(5, 10, 512, 12)
+    model = checkpoints / architecture
+    assert_equal_to_plain(model, checkpoints / "draft", "float64", mode, asked, seed)
+
+
+IN_CHUNKS = [mode for mode in SPREAD if not mode.aggregated and mode.chunk == 16]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode", "seed"),
+    [
+        *cases(("gpt-oss",), IN_CHUNKS[:1]),
+        *cases(("gpt-oss",), IN_CHUNKS[1:] + LOCAL[:1], pytest.mark.slow),
+        *cases(EXPERTS[:-1], [*IN_CHUNKS, *LOCAL[:1]], pytest.mark.slow),
+    ],
+)
+def test_models_with_experts(checkpoints: Path, architecture: str, mode: Mode, seed: int) -> None:
+    """And with sinks, and heads of which a part rotates."""
+    asked = requests_of(5, 6, 512, 12)
     model = checkpoints / architecture
     assert_equal_to_plain(model, checkpoints / "draft", "float64", mode, asked, seed)
 

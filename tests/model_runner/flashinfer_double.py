@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.known import known
-from tests.model_runner import flashinfer_elementwise_double
+from tests.model_runner import flashinfer_elementwise_double, fused_moe_double
 from tests.model_runner.graph_double import Recording, kernel, launched
 
 HOST = torch.device("cpu")
@@ -102,8 +102,11 @@ def attend(
     causal: bool,
     window_left: int,
     softcap: float,
-) -> torch.Tensor:
-    """``[new, heads, dim]`` over ``[heads, seen, dim]``, compared from the end as kernels do."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[new, heads, dim]`` over ``[heads, seen, dim]``, compared from the end as kernels do.
+
+    Also ``[new, heads]``: the logarithms, of base 2, of the sums of exponentials.
+    """
     new, seen = len(queries), keys.shape[1]
     scores = torch.einsum("qhd,hkd->hqk", queries.float(), keys.float()) * scale
     if softcap > 0:
@@ -113,7 +116,8 @@ def attend(
         scores = scores.masked_fill(key + new > seen + query, -torch.inf)
     if window_left >= 0:
         scores = scores.masked_fill(key + new + window_left < seen + query, -torch.inf)
-    return torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values.float()).to(queries.dtype)
+    attended = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values.float())
+    return attended.to(queries.dtype), scores.logsumexp(-1).T / math.log(2)
 
 
 def is_scale(scale: float | None) -> bool:
@@ -247,7 +251,8 @@ class Grouped:
         k_scale: float | None = None,
         v_scale: float | None = None,
         out: torch.Tensor,
-    ) -> torch.Tensor:
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         options, (keys, values) = self._options, paged_kv_cache
         heads, dim = options["num_qo_heads"], options["head_dim"]
         assert q.shape == (int(self._query_indptr[-1]), heads, dim)
@@ -266,9 +271,10 @@ class Grouped:
         assert out.is_contiguous(), "kernels know no strides of results"
         check_page_ids(self._pages, len(keys))
         self.runs += 1
-        if isinstance(q, FakeTensor):
-            return out
-        return kernel(lambda: out.copy_(self._compute(q, keys, values, k_scale, v_scale)))
+        sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+        if not isinstance(q, FakeTensor):
+            kernel(lambda: self._compute(q, keys, values, k_scale, v_scale, out, sums))
+        return (out, sums) if return_lse else out
 
     def _compute(
         self,
@@ -277,13 +283,15 @@ class Grouped:
         values: torch.Tensor,
         k_scale: float | None,
         v_scale: float | None,
+        out: torch.Tensor,
+        sums: torch.Tensor,
     ) -> torch.Tensor:
+        """Write `out` and `sums`, of which a kernel makes nothing new."""
         options, pages, starts = self._options, self._pages, self._query_indptr
         if self._buffers is not None:
             pages, starts = self._buffers.pages(options["page_size"]), known(self._query_buffer)
             counts = pages.indptr.diff()
             assert torch.equal(self._memory.first(len(counts)), counts), "a plan of other pages"
-        out = torch.empty(q.shape, dtype=q.dtype)
         group = options["num_qo_heads"] // options["num_kv_heads"]
         for index, kv_len in enumerate(pages.kv_lens.tolist()):
             rows = slice(*starts[index : index + 2].tolist())
@@ -294,7 +302,7 @@ class Grouped:
                 .flatten(1, 2)[:, :kv_len]
                 for part, scale in ((keys, k_scale), (values, v_scale))
             ]
-            out[rows] = attend(
+            out[rows], sums[rows] = attend(
                 q[rows],
                 *(part.repeat_interleave(group, 0) for part in gathered),
                 scale=options["sm_scale"],
@@ -584,7 +592,7 @@ class Latent:
             latents[:, :value_dim] *= ckv_scale or 1.0
             latents[:, value_dim:] *= kpe_scale or 1.0
             latents = latents.expand(options["num_heads"], -1, -1)
-            out[rows] = attend(
+            out[rows], _ = attend(
                 query[rows],
                 latents,
                 latents[..., :value_dim],
@@ -648,7 +656,7 @@ class Ragged:
         out = torch.empty(len(q), heads, value_dim, dtype=q.dtype)
         for index in range(len(new) - 1):
             rows, keys = (slice(*one[index : index + 2].tolist()) for one in (new, seen))
-            out[rows] = attend(
+            out[rows], _ = attend(
                 q[rows],
                 k[keys].transpose(0, 1),
                 v[keys].transpose(0, 1),
@@ -665,6 +673,7 @@ PACKAGE = SimpleNamespace(
     BatchDecodeWithPagedKVCacheWrapper=Decode,
     fast_decode_plan=fast_decode_plan,
     BatchPrefillWithRaggedKVCacheWrapper=Ragged,
+    fused_moe=fused_moe_double.PACKAGE,
     mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=Latent, MLAPlanMetadata=Metadata),
     **vars(flashinfer_elementwise_double.PACKAGE),
 )

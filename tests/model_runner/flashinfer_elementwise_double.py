@@ -172,7 +172,9 @@ def apply_rope_with_cos_sin_cache_inplace(
     assert positions.shape == (len(query),) == (len(key),)
     assert cos_sin_cache.dtype is torch.float32, "the table is float32"
     assert cos_sin_cache.ndim == 2
-    assert cos_sin_cache.shape[1] == head_size, "the rest would stay as it is"
+    rotary_dim = cos_sin_cache.shape[1]
+    assert rotary_dim <= head_size, "dimensions behind it stay as they are"
+    assert rotary_dim in ROTATED_DIMS, "a thread's vector turns as a whole"
     assert cos_sin_cache.is_contiguous()
     assert query.dtype is key.dtype
     assert positions.device == cos_sin_cache.device == query.device, "another device"
@@ -187,8 +189,10 @@ def rotated(
 ) -> torch.Tensor:
     """Of ``heads [T, n, D]``, in float32."""
     cos, sin = cos_sin_cache[positions.long()][:, None].chunk(2, dim=-1)
-    first, second = heads.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turning, rest = heads[..., : 2 * cos.shape[-1]], heads[..., 2 * cos.shape[-1] :]
+    first, second = turning.float().chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, rest.float()), dim=-1)
 
 
 def check_sequences(

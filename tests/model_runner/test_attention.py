@@ -82,7 +82,10 @@ def precise_copy_of(pool: KVPool) -> KVPool:
 
 
 def agrees_with_torch(
-    geometry: KVGeometry, heads: QueryHeads, lengths: list[tuple[int, int]]
+    geometry: KVGeometry,
+    heads: QueryHeads,
+    lengths: list[tuple[int, int]],
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The CPU's results, and what it wrote, are those of torch in float32."""
     longest = max(all_ for _, all_ in lengths)
@@ -92,8 +95,8 @@ def agrees_with_torch(
     pool, rows = make_pool(geometry, batch, total), make_rows(batch, geometry, heads)
     precise = precise_copy_of(pool)
     (table,) = batch.page_tables
-    got = CpuAttention(pool, heads).plan(batch, table).attend(1, rows)
-    expected = TorchAttention(precise, heads).plan(batch, table).attend(1, rows.float())
+    got = CpuAttention(pool, heads).plan(batch, table).attend(1, rows, sinks)
+    expected = TorchAttention(precise, heads).plan(batch, table).attend(1, rows.float(), sinks)
     tolerance = TOLERANCE[geometry.dtype]
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
     assert got.dtype is geometry.dtype
@@ -107,7 +110,11 @@ def make_rows(batch: ForwardBatch, geometry: KVGeometry, heads: QueryHeads) -> t
 
 
 def attend_by_formula(
-    pool: KVPool, heads: QueryHeads, batch: ForwardBatch, rows: torch.Tensor
+    pool: KVPool,
+    heads: QueryHeads,
+    batch: ForwardBatch,
+    rows: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Token by token, from layer 1 of a pool that has the new tokens."""
     geometry, layer = pool.geometry, pool.layer(1)
@@ -125,7 +132,9 @@ def attend_by_formula(
             scores = keys @ row[head] * heads.scale
             if heads.softcap is not None:
                 scores = heads.softcap * torch.tanh(scores / heads.softcap)
-            results.append(scores.softmax(0) @ values[:, : heads.value_dim])
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1]))
+            results.append(scores.softmax(0)[: len(seen)] @ values[:, : heads.value_dim])
     return torch.stack(results).view(len(owners), -1)
 
 
@@ -154,6 +163,28 @@ def test_torch_agrees_with_the_formula(
     pool, rows = make_pool(geometry, batch, total), make_rows(batch, geometry, heads)
     got = TorchAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(1, rows)
     torch.testing.assert_close(got, attend_by_formula(pool, heads, batch, rows))
+
+
+SINKS = torch.tensor([0.3, -2.0, 1.5, 200.0, -200.0, 4.0])
+"""Scores beside those of tokens, far above and far below them, too."""
+
+
+@pytest.mark.parametrize("kind", ["full", "softcap-window"])
+def test_torch_agrees_with_the_formula_beside_sinks(kind: str) -> None:
+    geometry, heads = KINDS[kind]
+    lengths = [(1, 1), (7, 7), (1, 40), (50, 60)]
+    batch = make_batch(lengths, geometry, 60)
+    torch.manual_seed(0)
+    pool, rows = make_pool(geometry, batch, 60), make_rows(batch, geometry, heads)
+    got = TorchAttention(pool, heads).plan(batch, batch.page_tables[0]).attend(1, rows, SINKS)
+    torch.testing.assert_close(got, attend_by_formula(pool, heads, batch, rows, SINKS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["full", "softcap-window"])
+def test_cpu_agrees_with_torch_beside_sinks(kind: str, dtype: torch.dtype) -> None:
+    geometry, heads = KINDS[kind]
+    agrees_with_torch(replace(geometry, dtype=dtype), heads, LENGTHS, SINKS)
 
 
 @pytest.mark.usefixtures("threads")
@@ -212,6 +243,14 @@ def test_decode_in_pairs_agrees_with_torch(
     heads = QueryHeads(num_heads, head_dim, head_dim**-0.5, softcap)
     lengths = [(1, length) for length in (1, 15, 16, 17, 33, 64, 199, 700)]
     agrees_with_torch(geometry, heads, [*lengths, (5, 40)])
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="no AVX512-BF16")
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 0.7)])
+def test_pairs_agree_with_torch_beside_sinks(window: int | None, softcap: float | None) -> None:
+    geometry = KVGeometry(2, 3, 64, torch.bfloat16, 16, window=window)
+    heads = QueryHeads(6, 64, 0.125, softcap)
+    agrees_with_torch(geometry, heads, [(1, 1), (1, 17), (1, 199), (5, 40), (60, 90)], SINKS)
 
 
 @pytest.mark.parametrize("order", ["every_second", "by_columns"])

@@ -79,6 +79,30 @@ def test_tensor_that_the_architecture_has_no_place_for(folder: Path) -> None:
     assert_refused(folder, name, "no place")
 
 
+def test_two_tensors_for_one_place(folder: Path) -> None:
+    wrapped = f"language_model.{NORM}"
+    rewrite(folder, {wrapped: torch.ones(64)})
+    assert_refused(folder, NORM, wrapped, "have one place")
+
+
+BEHIND = "model.layers.2.input_layernorm.weight"
+
+
+def test_more_layers_than_the_configuration_says(folder: Path) -> None:
+    rewrite(folder, {BEHIND: torch.ones(64)})
+    assert_refused(folder, f"tensor {BEHIND} has no place")
+
+
+def test_a_layer_that_predicts_a_second_token_counts_for_nothing(
+    folder: Path, models: Models, tokens: list[int]
+) -> None:
+    rewrite(folder, {BEHIND: torch.ones(64), "model.layers.2.eh_proj.weight": torch.ones(64, 128)})
+    got = Sequences(ModelRunner(folder, "float32", "cpu"), 1, 9).forward({0: tokens[:9]})
+    plain = ModelRunner(models.folder("llama"), "float32", "cpu")
+    assert torch.equal(got, Sequences(plain, 1, 9).forward({0: tokens[:9]}))
+    assert ModelRunner(folder, "float32", "cpu").weights_digest == plain.weights_digest
+
+
 def test_stored_frequencies_are_ignored(folder: Path) -> None:
     rewrite(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     ModelRunner(folder, "float32", "cpu")

@@ -18,8 +18,17 @@ from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
 
 WINDOWED = ["mistral-window", "qwen2-window", "qwen3-window", "gemma2", "gemma3"]
-LATENT = ["deepseek-v2", "deepseek-v2-yarn", "deepseek-v3", "deepseek-v3-halves"]
-EXPERTS = ["deepseek-v2-experts", "deepseek-v2-groups", "deepseek-v3-experts"]
+LATENT = ["deepseek-v2", "deepseek-v2-yarn", "deepseek-v3", "deepseek-v3-halves", "youtu"]
+EXPERTS = [
+    "deepseek-v2-experts",
+    "deepseek-v2-groups",
+    "deepseek-v3-experts",
+    "glm4-lite-experts",
+    "qwen3-experts",
+    "glm4-experts",
+    "minimax-experts",
+    "gpt-oss-experts",
+]
 NAMES = [
     "llama",
     "llama-tied",
@@ -74,7 +83,7 @@ def test_experts(name: str, models: Models, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("name", [*WINDOWED, *LATENT])
+@pytest.mark.parametrize("name", [*WINDOWED, *LATENT, "gpt-oss-experts"])
 def test_evicted_pages_are_not_read(
     name: str,
     page_size: int,
@@ -196,7 +205,9 @@ def test_half_precision_is_close(name: str, dtype: str, models: Models, tokens: 
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["deepseek-v2-experts", "deepseek-v3-experts"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2-experts", "deepseek-v3-experts", "minimax-experts", "gpt-oss-experts"]
+)
 def test_experts_in_half_precision(
     name: str, dtype: str, models: Models, tokens: list[int]
 ) -> None:

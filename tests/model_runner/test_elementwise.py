@@ -41,8 +41,10 @@ def test_rms_norm() -> None:
     assert_close(COMPILED.rms_norm(x, same(weight), 1e-5), exact)
 
 
-def test_rotate_leaves_the_values_alone() -> None:
-    heads = torch.randn(5, 7, 12).bfloat16()
+@pytest.mark.parametrize("dim", [12, 18])
+def test_rotate_leaves_the_values_alone(dim: int) -> None:
+    """And what lies behind the dimensions of a head that rotate."""
+    heads = torch.randn(5, 7, dim).bfloat16()
     angles = torch.rand(5, 6) * 100
     exact = heads.float()
     PLAIN.rotate(exact, 4, Rotation(angles.cos(), angles.sin()))

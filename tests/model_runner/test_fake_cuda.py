@@ -276,12 +276,16 @@ def _host_rotation(_: RotaryEmbedding, positions: torch.Tensor) -> Rotation:
     return Rotation(torch.ones(len(positions), 8), torch.ones(len(positions), 8))
 
 
-def _cut_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) -> torch.Tensor:
+def _cut_attend(
+    self: FlashInferStepAttention, layer: int, rows: torch.Tensor, _: None
+) -> torch.Tensor:
     """Heads in the order of columns: kernels would read other numbers."""
     return ATTEND(self, layer, rows.transpose(1, 2).contiguous().transpose(1, 2))
 
 
-def _wide_attend(self: FlashInferStepAttention, layer: int, rows: torch.Tensor) -> torch.Tensor:
+def _wide_attend(
+    self: FlashInferStepAttention, layer: int, rows: torch.Tensor, _: None
+) -> torch.Tensor:
     return ATTEND(self, layer, rows.float())
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention import backend as backend_module
 from kvrelay.model_runner.attention import flashinfer_append, flashinfer_attention
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice
@@ -38,7 +39,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from tests.known import known
 from tests.model_runner import flashinfer_double, flashinfer_elementwise_double
 from tests.model_runner.sequences import Sequences
-from tests.model_runner.test_attention import KINDS, make_batch, make_pool, make_rows
+from tests.model_runner.test_attention import KINDS, SINKS, make_batch, make_pool, make_rows
 from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
 from tests.model_runner.tiny_models import Models
 from tests.pairwise import few
@@ -76,7 +77,8 @@ def use_double(patch: pytest.MonkeyPatch, latents_of: int = 8) -> None:
 
     Latents whose dimensions are multiples of `latents_of` are written by its kernel: in FP8 of 16.
     """
-    patch.setattr(flashinfer_attention, "import_flashinfer", lambda _: flashinfer_double.PACKAGE)
+    for place in (flashinfer_attention, runner_module):
+        patch.setattr(place, "import_flashinfer", lambda *_: flashinfer_double.PACKAGE)
     patch.setattr(flashinfer_attention, "DTYPES", (torch.float32, torch.bfloat16))
     patch.setattr(flashinfer_attention, "HEAD_DIMS", range(1, 129))
     patch.setattr(flashinfer_attention, "EXPANDED_DIMS", AnyDims())
@@ -196,8 +198,17 @@ def test_every_kind_agrees_with_torch(
     agrees_with_torch(replace(geometry, order=order), heads, lengths)
 
 
+def test_sinks_agree_with_torch() -> None:
+    """By what kernels tell of their sums: they know no sinks."""
+    geometry, heads = KINDS["window"]
+    agrees_with_torch(geometry, heads, [(1, 33), (1, 5), (7, 7), (30, 39)], SINKS)
+
+
 def agrees_with_torch(
-    geometry: KVGeometry, heads: QueryHeads, lengths: list[tuple[int, int]]
+    geometry: KVGeometry,
+    heads: QueryHeads,
+    lengths: list[tuple[int, int]],
+    sinks: torch.Tensor | None = None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_double(patch)
@@ -209,10 +220,11 @@ def agrees_with_torch(
         reference.data.copy_(pool.data)
         (table,) = batch.page_tables
         step = FlashInferAttention(FlashInfer(CPU), pool, heads).plan(batch, table)
-        got = step.attend(1, rows)
+        got = step.attend(1, rows, sinks)
         assert got.shape == (len(rows), heads.num_heads * heads.value_dim)
         if lengths:
-            expected = TorchAttention(reference, heads).plan(batch, table).attend(1, rows)
+            plain = TorchAttention(reference, heads).plan(batch, table)
+            expected = plain.attend(1, rows, sinks)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(pool.data.nan_to_num(7), reference.data.nan_to_num(7))
 

@@ -102,8 +102,10 @@ def test_norms_of_heads_leave_values_alone(offset: bool, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_rotation_leaves_values_alone(rows: int, dtype: torch.dtype) -> None:
-    heads, angles = torch.randn(rows, 7, 64).to(dtype), torch.rand(rows, 32) * 100
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rotation_leaves_values_alone(dim: int, rows: int, dtype: torch.dtype) -> None:
+    """And what lies behind the dimensions of a head that rotate."""
+    heads, angles = torch.randn(rows, 7, dim).to(dtype), torch.rand(rows, 32) * 100
     exact, values = heads.float(), heads[:, 5:].clone()
     rotation = Rotation(angles.cos(), angles.sin())
     PLAIN.rotate(exact, 5, rotation)

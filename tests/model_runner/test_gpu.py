@@ -72,7 +72,25 @@ def test_attention_is_that_of_torch(
     shape: str, lengths: list[tuple[int, int]], order: PageOrder
 ) -> None:
     geometry, heads = SHAPES[shape]
-    geometry, device = replace(geometry, order=order), torch.device("cuda", 0)
+    agrees_with_torch(replace(geometry, order=order), heads, lengths)
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("shape", ["heads of 64", "window"])
+def test_sinks_are_those_of_torch(shape: str, lengths: list[tuple[int, int]]) -> None:
+    """By the logarithms of sums that kernels return."""
+    geometry, heads = SHAPES[shape]
+    agrees_with_torch(geometry, heads, lengths, torch.linspace(-3, 5, heads.num_heads))
+
+
+def agrees_with_torch(
+    geometry: KVGeometry,
+    heads: QueryHeads,
+    lengths: list[tuple[int, int]],
+    sinks: torch.Tensor | None = None,
+) -> None:
+    device = torch.device("cuda", 0)
     total = 4 * geometry.pages_for(300) + 3
     batch = make_batch(lengths, geometry, total)
     torch.manual_seed(0)
@@ -81,8 +99,9 @@ def test_attention_is_that_of_torch(
     pool.data.copy_(reference.data)
     (table,) = batch.page_tables
     backend = FlashInferAttention(FlashInfer(device), pool, heads)
-    got = backend.plan(batch, table).attend(1, rows.to(device)).cpu()
-    expected = TorchAttention(reference, heads).plan(batch, table).attend(1, rows)
+    there = None if sinks is None else sinks.to(device)
+    got = backend.plan(batch, table).attend(1, rows.to(device), there).cpu()
+    expected = TorchAttention(reference, heads).plan(batch, table).attend(1, rows, sinks)
     torch.testing.assert_close(got, expected, rtol=0.03, atol=0.03)
     assert torch.equal(pool.data.cpu().nan_to_num(7), reference.data.nan_to_num(7))
 
@@ -113,6 +132,12 @@ def test_what_is_beside_attention_is_that_of_torch(rows: int, offset: bool) -> N
     for got, one in zip(kernels.add_rms_norm(x, residual, weight, 1e-5), exact, strict=True):
         check(got, one)
     head = NormWeight.of(random(128) * 0.3, offset)
+    turned = random(rows, 14, 128)  # of which half a head rotates, as GLM-4.5's
+    heads, angles = turned.clone(), torch.rand(rows, 32, device=device) * 100
+    exact, rotation = turned.float(), Rotation(angles.cos(), angles.sin())
+    ELEMENTWISE.rotate(exact, 12, rotation)
+    kernels.rotate(heads, 12, kernels.prepare(rotation))
+    check(heads, exact)
     heads, angles = random(rows, 14, 128), torch.rand(rows, 64, device=device) * 100
     turned, rotation = heads.float(), Rotation(angles.cos(), angles.sin())
     precise = NormWeight.of(head.stored.float(), offset)

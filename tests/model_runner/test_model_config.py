@@ -23,6 +23,7 @@ from kvrelay.model_runner.config.model_config import (
     MLAConfig,
     ModelConfig,
 )
+from kvrelay.model_runner.config.moe_backend import ClampedSilu
 from kvrelay.model_runner.config.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from kvrelay.model_runner.errors import CheckpointError
 
@@ -64,6 +65,18 @@ EXPERTS = {
     "routed_scaling_factor": 1.7,
     "n_group": 4,
     "topk_group": 2,
+}
+GLM4 = {**EXPERTS, "architectures": ["Glm4MoeForCausalLM"], "num_key_value_heads": 2}
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "head_dim": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {**MINIMAX, "architectures": ["GptOssForCausalLM"]}
+WRAPPED: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "text_config": {**LLAMA, "architectures": None, "model_type": "mistral"},
 }
 
 
@@ -205,6 +218,66 @@ def test_latent_heads(tmp_path: Path) -> None:
     assert direct.q_lora_rank is None
 
 
+def experts_by_layer(config: ModelConfig) -> list[bool]:
+    return [layer.moe is not None for layer in config.layers]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [True, True, True]),
+        ({"decoder_sparse_step": 2}, [False, True, False]),
+        ({"mlp_only_layers": [0]}, [False, True, True]),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, [True, False, True]),
+    ],
+)
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
+def test_layers_with_experts_of_a_qwen3(
+    tmp_path: Path, count: str, changes: dict[str, Any], expected: list[bool]
+) -> None:
+    """The number of experts has another name if transformers 5 has saved the model."""
+    qwen = {"architectures": ["Qwen3MoeForCausalLM"], count: 8}
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+    assert experts_by_layer(read(tmp_path, **qwen, **sizes, **changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (GLM4, 8),
+        ({**GLM4, "partial_rotary_factor": 0.25}, 4),
+        ({**GLM4, "rope_parameters": {"partial_rotary_factor": 1.0}}, 16),
+        (MINIMAX, 32),
+        ({**MINIMAX, "rotary_dim": 16}, 16),
+    ],
+)
+def test_a_part_of_a_head_rotates(tmp_path: Path, changes: dict[str, Any], expected: int) -> None:
+    assert read(tmp_path, **changes).attention.rotary_dim == expected
+
+
+def test_gpt_oss_as_on_the_hub(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"truncate": False, "original_max_position_embeddings": 4096}
+    oss = {**GPT_OSS, "max_position_embeddings": 131072, "rope_theta": 150000}
+    config = read(tmp_path, **oss, rope_scaling=yarn)
+    assert windows(config) == [128, None]
+    assert isinstance(config.attention, GQAConfig)
+    assert (config.attention.has_sinks, config.attention.qkv_bias) == (True, True)
+    assert config == read(tmp_path, **oss), "transformers assumes this yarn"
+    moe = config.layers[0].moe
+    assert moe is not None
+    assert moe.clamped == ClampedSilu(1.702, 7.0)
+
+
+def test_a_decoder_in_a_model_for_images(tmp_path: Path) -> None:
+    """What its section leaves out, such as ends, may stand beside the section."""
+    config = read(tmp_path, **WRAPPED, eos_token_id=[5, 9])
+    assert (config.architecture, config.eos_token_ids) == ("MistralForCausalLM", (7,))
+    text = {name: one for name, one in WRAPPED["text_config"].items() if name != "eos_token_id"}
+    config = read(tmp_path, **{**WRAPPED, "text_config": text}, eos_token_id=[5, 9])
+    assert config.eos_token_ids == (5, 9)
+
+
 def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text('{"eos_token_id": [7, 131]}')
@@ -275,6 +348,23 @@ def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None
         ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim"),
         ({**DEEPSEEK, "rope_interleave": "no"}, "rope_interleave"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": None, "model_type": "gpt2"}, "architectures"),
+        ({**WRAPPED, "architectures": ["PaliGemmaForConditionalGeneration"]}, "architectures"),
+        (
+            {**WRAPPED, "text_config": {**WRAPPED["text_config"], "model_type": "gpt2"}},
+            "text_config.architectures",
+        ),
+        (
+            {**WRAPPED, "text_config": {**WRAPPED["text_config"], "vocab_size": 0}},
+            "text_config.vocab_size",
+        ),
+        ({**GLM4, "partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({**MINIMAX, "rotary_dim": 34}, "partial_rotary_factor"),
+        ({**MINIMAX, "num_local_experts": None}, "num_local_experts"),
+        ({**EXPERTS, "mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
+        ({**EXPERTS, "mlp_layer_types": ["sparse", "moe"]}, "mlp_layer_types"),
+        ({**GPT_OSS, "swiglu_limit": 0}, "swiglu_limit"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta"),

@@ -10,16 +10,26 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
     LlamaConfig,
+    LlavaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+    YoutuConfig,
 )
 
 VOCAB_SIZE = 131
@@ -36,10 +46,27 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _rope(rope_type: str, **parameters: float) -> dict[str, Any]:
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
 
 
+def _mrope(*sections: int) -> dict[str, Any]:
+    """The turning of text and images; text alone turns as by the default."""
+    return _rope("default", mrope_section=list(sections))
+
+
+_VISION = {
+    "hidden_size": 16,
+    "out_hidden_size": 64,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
 _DEEP = {**_SHAPE, "num_hidden_layers": 3}
 _LATENT = {
     **_SHAPE,
@@ -140,6 +167,62 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek-v3-experts": lambda: DeepseekV3Config(
         **{**_LATENT, **_EXPERTS}, n_group=4, topk_group=2
     ),
+    "kimi-k2": lambda: DeepseekV3Config(
+        **{**_LATENT, **_EXPERTS, "n_shared_experts": 1},
+        **_rope(
+            "yarn", factor=4.0, mscale=1, mscale_all_dim=1, original_max_position_embeddings=32
+        ),
+        n_group=1,
+        topk_group=1,
+    ),
+    "gemma3-4b": lambda: Gemma3TextConfig(
+        **{**_DEEP, "num_attention_heads": 8, "num_key_value_heads": 4},
+        head_dim=16,
+        sliding_window=9,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        },
+    ),
+    "qwen2.5-vl": lambda: Qwen2_5_VLConfig(
+        text_config={**_SHAPE, **_mrope(2, 3, 3)}, vision_config=_VISION
+    ),
+    "qwen3-vl": lambda: Qwen3VLConfig(
+        text_config={**_SHAPE, "head_dim": 32, **_mrope(8, 4, 4)}, vision_config=_VISION
+    ),
+    "llava": lambda: LlavaConfig(
+        text_config=LlamaConfig(**_SHAPE), vision_config={**_VISION, "num_hidden_layers": 1}
+    ),
+    "glm4-lite-experts": lambda: Glm4MoeLiteConfig(
+        **{**_LATENT, **_EXPERTS},
+        q_lora_rank=20,
+        mlp_layer_types=["sparse", "dense"],
+    ),
+    "youtu": lambda: YoutuConfig(**_LATENT, q_lora_rank=20),
+    "qwen3-experts": lambda: Qwen3MoeConfig(
+        **_DEEP,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "glm4-experts": lambda: Glm4MoeConfig(
+        **{**_SHAPE, **_EXPERTS}, head_dim=24, use_qk_norm=True, attention_bias=True
+    ),
+    "minimax-experts": lambda: MiniMaxM2Config(
+        **_SHAPE, head_dim=24, rotary_dim=16, num_local_experts=8, num_experts_per_tok=3
+    ),
+    "gpt-oss-experts": lambda: GptOssConfig(
+        **_DEEP,
+        head_dim=24,
+        sliding_window=12,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        swiglu_limit=0.5,
+        **_rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+    ),
     "llama-wide": lambda: LlamaConfig(
         **{**_SHAPE, **_WIDE, "num_attention_heads": 2}, head_dim=128
     ),
@@ -158,11 +241,13 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 def save_random_model(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     """A seeded model of `config` in float32, saved to `folder`."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for_images = config.get_text_config() is not config
+    kind = AutoModelForImageTextToText if for_images else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # Biases and norms start out as zeros and ones, which would hide a mix-up.
-            if name.endswith("bias") or "norm" in name:
+            if name.endswith(("bias", "sinks")) or "norm" in name:
                 weight.add_(torch.randn_like(weight) * 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -191,6 +276,12 @@ class Models:
         """``[len(tokens), vocab]`` by transformers."""
         with torch.inference_mode():
             return _logits(self.reference(name), tokens)
+
+    def logits_of(self, folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+        """The same of a checkpoint."""
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.inference_mode():
+            return _logits(model, tokens)
 
     def logits_in_float64(self, name: str, tokens: Sequence[int]) -> torch.Tensor:
         """The same, computed more precisely, rounded to float32."""

@@ -90,9 +90,11 @@ class CpuExperts:
             int(Unit.FLOATS if self._down.dtype is torch.float32 else find_unit(inputs))
             for inputs in (self._hidden, self._inner)
         ]
-        clamp = activation if isinstance(activation, ClampedSilu) else None
-        self._gate = int(Gate.CLAMPED_SILU if clamp else _GATES[activation])
-        self._clamp = (clamp.slope, clamp.most) if clamp else (0.0, 0.0)
+        if isinstance(activation, ClampedSilu):
+            self._gate = int(Gate.CLAMPED_SILU)
+            self._clamp = activation.slope, activation.most
+        else:
+            self._gate, self._clamp = int(_GATES[activation]), (0.0, 0.0)
         self._scratch = scratch
         self._threads = threads
 
@@ -110,9 +112,7 @@ class CpuExperts:
             return has_bfloat16_products() or has_float_products()
         return dtype is torch.float32 and has_float_products()
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         hidden, pairs = x.shape[1], chosen.numel()
         assert x.dtype is self._down.dtype

@@ -103,7 +103,8 @@ class ExpertFactory:
         self._has_warned = False
         has_own = CpuExperts.supports(device, dtype)
         self._is_own = backend is MoEBackend.CPU or (
-            backend is MoEBackend.AUTO and (linears.batch_invariant or has_own and linears.prefers_own)
+            backend is MoEBackend.AUTO
+            and (linears.batch_invariant or (has_own and linears.prefers_own))
         )
         if linears.batch_invariant and not self._is_own:
             raise UnsupportedOptionError(f"--batch-invariant is not for --moe-backend {backend}")

@@ -48,9 +48,7 @@ class ExpertWeights:
 class RoutedExperts(Protocol):
     """All routed experts of a layer."""
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Compute ``sum of shares[t, k] * expert(chosen[t, k])(x[t])`` over ``k``.
 
         Args:
@@ -148,9 +146,7 @@ class ExpertStack:
         return whole
 
 
-PaddedParts: TypeAlias = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
-]
+PaddedParts: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def pad_sizes(weights: ExpertWeights, multiple: int, up_first: bool = False) -> PaddedParts:

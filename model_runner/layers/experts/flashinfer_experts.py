@@ -107,8 +107,10 @@ class FlashInferExperts:
         for one in weights:
             if isinstance(one.gate_up, Fp8Weight) and isinstance(one.down, Fp8Weight):
                 self._is_fp8 = True
-                bits = (weight.values.view(torch.uint8) for weight in (one.gate_up, one.down))
-                values.add(ExpertWeights(*bits, one.gate_up_bias, one.down_bias))
+                gate_up, down = (
+                    weight.values.view(torch.uint8) for weight in (one.gate_up, one.down)
+                )
+                values.add(ExpertWeights(gate_up, down, one.gate_up_bias, one.down_bias))
                 scales.add(ExpertWeights(one.gate_up.scales, one.down.scales))
             else:
                 values.add(one)
@@ -127,9 +129,7 @@ class FlashInferExperts:
                 "swiglu_limit": each * activation.most,
             }
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         hidden = x.shape[1]
         if hidden != self._hidden:

@@ -62,9 +62,7 @@ class GroupedExperts:
         self._ids = torch.arange(count, device=stack.down.device)
         self._activate = activate
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, self._ids, right=True, out_int32=True)
@@ -78,8 +76,6 @@ class GroupedExperts:
         return add_choices(results, order, shares)[:, :hidden].contiguous()
 
 
-def _add_bias(
-    rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor
-) -> torch.Tensor:
+def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
     """Add each row's expert's bias; a CUDA kernel has no place for it."""
     return rows if bias is None else rows + bias[experts]

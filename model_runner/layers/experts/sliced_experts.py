@@ -41,21 +41,20 @@ class SlicedExperts:
                 return linears.make_fp8(weight, bias, dtype)
             return linears.make(weight, bias)
 
-        self._products = [
+        self.products = [
             (make(one.gate_up, one.gate_up_bias), make(one.down, one.down_bias)) for one in weights
         ]
+        """The two products of each expert."""
         self._activate = activate
 
-    def __call__(
-        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         order = chosen.flatten().argsort(stable=True)
         rows = x[order // chosen.shape[1]]
         results, begin = torch.empty_like(rows), 0
-        for index, count in enumerate(count_rows(chosen, len(self._products))):
+        for index, count in enumerate(count_rows(chosen, len(self.products))):
             if count:
-                gate_up, down = self._products[index]
+                gate_up, down = self.products[index]
                 some = slice(begin, begin + count)
                 results[some] = down(self._activate(gate_up(rows[some])))
                 begin += count
