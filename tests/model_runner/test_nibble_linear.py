@@ -117,7 +117,8 @@ def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[Any, list[ProductWay]] = {}
 
     def find(_: ProductChoice, shape: Any, make: Any) -> ProductWay:
-        asked[shape] = ways = list(make)
+        ways: list[ProductWay] = list(make)
+        asked[shape] = ways
         for one in make.values():
             one(torch.randn(64, 64).bfloat16(), None)(torch.randn(2, 64).bfloat16())
         return ways[-1] if len(shape) == 3 else ways[0]

@@ -26,6 +26,7 @@ from tests.model_runner.packed_models import (
     gptq,
     gptq_config,
     ints8,
+    mxfp4,
     nvfp4,
     packed_ints,
     write_packed,
@@ -243,3 +244,33 @@ def test_modelopt_s_own_file(
     with caplog.at_level(logging.INFO):
         ModelRunner(quantized, "float32", "cpu")
     assert "weights in few bits, 0.0 MiB, take 0.1 MiB where they become float32" in caplog.text
+
+
+def test_gpt_oss_s_experts_in_blocks(models: Models, tokens: list[int], tmp_path: Path) -> None:
+    """Its checkpoints have all experts of a layer in one tensor, and gates beside factors."""
+    source = models.folder("gpt-oss-experts")
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    quantized, plain = write_packed(source, config, lambda _: None, tmp_path)
+    stored = load_file(source / SINGLE)
+    meant = dict(stored)
+    for name in [one for one in stored if one.endswith(("gate_up_proj", "down_proj"))]:
+        parts = [mxfp4(expert.T) for expert in stored.pop(name)]
+        blocks = torch.stack([tensors["weight_packed"] for tensors, _ in parts])
+        stored[f"{name}_blocks"] = blocks.view(*blocks.shape[:2], -1, 16)
+        stored[f"{name}_scales"] = torch.stack([tensors["weight_scale"] for tensors, _ in parts])
+        meant[name] = torch.stack([weight.T for _, weight in parts])
+    save_file(stored, quantized / SINGLE)
+    save_file(meant, plain / SINGLE)
+    got, expected = (logits_of(folder, "float32", tokens) for folder in (quantized, plain))
+    assert torch.equal(got, expected)
+    assert not torch.equal(got, logits_of(source, "float32", tokens))
+
+
+def test_a_product_is_named_as_it_is_stored(tmp_path: Path) -> None:
+    """In a model for images its name begins otherwise, and patterns know that name."""
+    config, pack = FORMATS["gptq-8-ordered"]
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    tensors, meant = pack(weight)
+    stored = {f"language_model.model.x.b_proj.{name}": one for name, one in tensors.items()}
+    write(tmp_path, {**config, "bits": 4, "dynamic": {"+:language_model.*": {"bits": 8}}}, stored)
+    assert torch.equal(opened(tmp_path).take("model.x.b_proj.weight", SHAPE), meant)
