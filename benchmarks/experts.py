@@ -11,6 +11,7 @@ reads as many bytes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def read_weights(dtype: torch.dtype, hidden: int, inner: int) -> Iterator[Expert
     generator = torch.Generator().manual_seed(0)
 
     def normal(outputs: int, inputs: int) -> torch.Tensor:
-        return (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(dtype)
+        weight = torch.randn(outputs, inputs, generator=generator)
+        return (weight / math.sqrt(inputs)).to(dtype)
 
     for _ in range(EXPERTS):
         yield ExpertWeights(normal(2 * inner, hidden), normal(hidden, inner))
