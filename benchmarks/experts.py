@@ -50,7 +50,7 @@ class LoopedExperts:
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         total = torch.zeros_like(x)
-        hit: list[int] = torch.unique(chosen).tolist()  # type: ignore[no-untyped-call]
+        hit: list[int] = torch.unique(chosen).tolist()
         for index in hit:
             rows, ranks = torch.where(chosen == index)
             gate_up, down = self.sliced.products[index]
