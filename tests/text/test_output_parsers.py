@@ -164,11 +164,25 @@ TOLD_AT_THE_END: list[tuple[Callable[[], OutputParser], str, bool, Said]] = [
     (lambda: HermesParser(is_whole=True), '<tool_call>{"name": "f", "arguments": {"a', True, NONE),
     (lambda: JsonCallsParser(is_whole=True), '{"name": "f", "parameters": {"a": "S', True, NONE),
     (lambda: NamedCallParser("f", is_whole=True), '{"city": "San', True, NONE),
-    (PythonicParser, "[f(a='San", True, NONE),
+    *(
+        (PythonicParser, text, True, NONE)
+        for text in (
+            "[f(a='San", "[f(", "[f(a", "[f(a=", "[f(a=\"it's (", "[f(a=-1, b=[1, {'x': 't', 2",
+            "[f()", "[g.h(a='x' 'y'), f(", "[f(a=True, b=None), ",
+        )
+    ),
+    # Words that begin like a call are content.
+    *(
+        (PythonicParser, text, True, (text, "", []))
+        for text in (
+            "[note (this is important) that", "[note (x=3) is that", "[f(1", "[f(a=1, 2",
+            "[f(a) and", "[see (https://a.b", "[f(a=1 b", "[f(a=b=", "[f(a=[1)", "[f(x), y",
+        )
+    ),
     (lambda: CallsAloneParser(JsonCallsParser()), '[{\n  "name"', True, NONE),
     (JsonCallsParser, '{"answer": 4', True, ('{"answer": 4', "", [])),
     (lambda: NamedCallParser("f", is_whole=True), '{"a": 1}', True, ("", "", [("f", '{"a": 1}')])),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "text", "is_cut", "said"), TOLD_AT_THE_END)

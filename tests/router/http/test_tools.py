@@ -381,16 +381,21 @@ async def test_a_conversation_goes_on_after_arguments_that_are_broken(
     function = {"name": "weather", "arguments": arguments}
     call = {"id": "x", "type": "function", "function": function}
     messages = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
-    async with served(config, tmp_path, "{{ messages[1].tool_calls[0].function.arguments }}") as (
-        cluster,
-        client,
-    ):
-        cluster.workers[0].on_submit = saying("Sun.", tokenizer)
-        answer = await ask(client, messages=messages, tools=openai.omit)
-        assert whole(answer)[0]["content"] == "Sun."
-        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
-        expected = "{}" if arguments in ("null", "", None) else str(arguments)
-        assert prompt == expected
+    is_none = arguments in ("null", "", None)
+    shown = "messages[1].tool_calls[0].function.arguments"
+    for template, expected in [
+        (f"{{{{ {shown} }}}}", "{}" if is_none else str(arguments)),
+        (
+            f"<{{% for k, v in {shown}|items %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}",
+            "<" if is_none else f"<arguments={arguments}",
+        ),
+    ]:
+        async with served(config, tmp_path, template) as (cluster, client):
+            cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+            answer = await ask(client, messages=messages, tools=openai.omit)
+            assert whole(answer)[0]["content"] == "Sun."
+            prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+            assert prompt == expected
 
 
 HERE = {"x": 1}
