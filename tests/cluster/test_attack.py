@@ -6,8 +6,9 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import psutil
@@ -16,6 +17,7 @@ import pytest
 from tests.attack.bounds import BOUNDS
 from tests.attack.cases import CASES
 from tests.attack.watched import attackers, watcher
+from tests.certificates import Authority
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.load import Load, check, make_cases
 
@@ -127,16 +129,18 @@ async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
     print(f"MiB above idle {highest}, above the first half {grown}")  # noqa: T201
 
 
-async def attack_by_each(chaos: ChaosCluster, seconds: float) -> None:
+async def attack_by_each(
+    chaos: ChaosCluster, seconds: float, names: Iterable[str] = CASES, ca: Path | None = None
+) -> None:
     """Attack in each way for so long, and hold what another caller saw to the attack's bounds."""
     workers, router = dict(chaos.cluster.workers), chaos.router
     pids = {"router": router.pid} | {name: one.pid for name, one in workers.items()}
     problems = []
     async with (
         attackers(router.address, router.http_address) as crowd,
-        watcher(router.address, router.http_address, pids) as watching,
+        watcher(router.address, router.http_address, pids, ca) as watching,
     ):
-        for name in CASES:
+        for name in names:
             async with crowd.attacking(name):
                 seen = await watching.watch(name, seconds)
             problems += seen.beyond(name)
@@ -160,6 +164,13 @@ async def test_short_attacks(ray, tiny):
 async def test_attacks_of_ten_seconds(ray, tiny):
     async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
         await attack_by_each(chaos, 10.0)
+
+
+@pytest.mark.slow
+async def test_handshakes_at_a_door_with_tls(ray, tiny, tmp_path):
+    files = Authority(tmp_path / "tls").issue()
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S, router_tls=files) as chaos:
+        await attack_by_each(chaos, 10.0, ["handshakes"], files.ca)
 
 
 @pytest.mark.slow

@@ -78,6 +78,8 @@ SAID: list[tuple[Any, str, bool]] = [
         '{"a":1,"b":null}',
         True,
     ),
+    ({"$ref": "#/components/A", "components": {"A": A}}, '{"a":1}', True),
+    ({"$ref": "#/components/A", "components": {"A": A}}, '{"a":1,"b":2}', False),
     # Digits end.
     *(
         (schema, text, is_good)

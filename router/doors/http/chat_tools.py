@@ -181,7 +181,11 @@ def calls_schema(functions: Mapping[str, Mapping[str, Any]], most: int | None) -
     for number, (name, function) in enumerate(functions.items()):
         place = f"/$defs/{number}"
         definitions[str(number)] = arguments = _arguments(function)
-        refer_below(arguments, place)
+        try:
+            refer_below(arguments, place)
+        except ValueError as error:
+            what = f"{error}: where a call is required, use $defs and references into it"
+            raise InvalidField(f"tools[{number}].function.parameters", what) from None
         calls.append(
             {
                 "type": "object",

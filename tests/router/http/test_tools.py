@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 from kvrelay.router.doors.http.chat_tools import calls_schema
+from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.submit import StructuredOutput
@@ -250,9 +251,24 @@ OTHER = {
     "required": ["b"],
 }
 WITH_ID = {"$id": "https://a/b", "properties": {"next": {"$ref": "https://a/b#"}}}
+ELSEWHERE = {
+    "$ref": "#/components/schemas/A",
+    "components": {
+        "schemas": {
+            "A": {
+                "type": "object",
+                "properties": {"n": {"$ref": "#/components/schemas/A"}, "i": {"type": "integer"}},
+            }
+        }
+    },
+}
+ANCHORED = [
+    {"properties": {"x": {"$ref": "#s"}}, "$defs": {"s": {"$anchor": "s", "type": kind}}}
+    for kind in ("null", "boolean")
+]
 PARAMETERS: dict[str, Any] = {
     "list": RECURSIVE, "one": SHARED[0], "two": SHARED[1], "other": OTHER, "id": WITH_ID,
-    "none": None,
+    "none": None, "elsewhere": ELSEWHERE, "anchor": ANCHORED[0], "anchors": ANCHORED[1],
 }  # fmt: skip
 CALLED = [
     ("list", '{"v":3,"next":{"v":4,"next":{"v":5}}}', True),
@@ -265,7 +281,20 @@ CALLED = [
     ("id", '{"next":{"next":{}}}', True),
     ("none", "{}", True),
     ("none", '{"x":1}', False),
+    ("elsewhere", '{"n":{"n":{"i":1}}}', True),
+    ("elsewhere", '{"n":[]}', False),
+    ("elsewhere", '{"n":{"more":1}}', False),
+    ("anchor", '{"x":null}', True),
+    ("anchor", '{"x":true}', False),
+    ("anchors", '{"x":true}', True),
 ]
+
+
+def test_a_required_call_has_no_schema_that_is_named_within_another() -> None:
+    inner = {"$id": "https://a/b", "properties": {"x": {"$ref": "#/properties/y"}, "y": {}}}
+    with pytest.raises(InvalidField, match=r"an \$id below its root, .https://a/b.") as caught:
+        calls_schema({"f": {"parameters": {"properties": {"a": inner}}}}, None)
+    assert caught.value.field == "tools[0].function.parameters"
 
 
 def test_a_required_call_has_arguments_by_its_own_schema() -> None:
