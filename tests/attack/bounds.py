@@ -52,7 +52,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     "largest parameters": Bound(
         "ask for 16 choices, with 200 biases, 16 stop strings and 20 log-probabilities a token"
     ),
-    "tool lists": Bound("send 128 tools of 20 parameters, which may or must be called, and 20,000"),
+    "tool lists": Bound("send 128 tools, which may or must be called, and 20,000"),
     "handshakes": Bound("begin TLS handshakes, some to the end, and hang up"),
     "log lines": Bound("send request ids with line ends and colours"),
 }

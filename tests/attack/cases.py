@@ -409,9 +409,9 @@ CASES["largest parameters"] = bodies(
 def _tool_lists() -> Iterator[dict[str, Any]]:
     """Too many tools, and as many as are taken: with a call that must be, and without."""
     ask: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-    for number, choice in [(20_000, "auto"), (128, "auto"), (128, "required")]:
-        members = {f"m{one}": {"type": "number", "description": "d" * 500} for one in range(20)}
-        schema = {"type": "object", "properties": members if number == 128 else {}}
+    for number, most, choice in [(20_000, 0, "auto"), (128, 20, "auto"), (128, 4, "required")]:
+        members = {f"m{one}": {"type": "number", "description": "d" * 500} for one in range(most)}
+        schema = {"type": "object", "properties": members}
         tools = [
             {"type": "function", "function": {"name": f"f{one}", "parameters": schema}}
             for one in range(number)

@@ -66,6 +66,7 @@ async def main(
         placement=placement,
         seed_key_file=seed_key_file,
         front_tls=front_tls,
+        chat_template=Path(__file__).with_name("chat.jinja"),
     )
     router = Router(config, discovery)
     await router.start()

@@ -355,7 +355,7 @@ def allowed_output(prompt: Sequence[int], count: int) -> list[int]:
 def test_a_grammar_cuts_drafts_beside_a_token_that_nobody_knows(seed: int) -> None:
     """A request that wants no drafts is in flight while another brings some."""
     grammars = Grammars(lambda: LLTokenizer(TokenizerWrapper(OneByteTokens())))
-    masks = GrammarMasks(grammars.prepare, VOCAB)
+    masks = GrammarMasks(grammars, VOCAB)
     flight = Flight(seed, *PROMPTS, sampling=UPPER_CASE, masks=masks)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     ends = list(pipeline.launch(flight.step(0, 1, tokens=3)))
