@@ -233,6 +233,43 @@ async def test_an_output_with_a_form_has_no_reasoning(
             assert (message["reasoning"], message["content"]) == ("", '{"a": 1}')
 
 
+async def test_a_form_beside_tools_that_may_be_called(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The answer has the form, or is calls."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    described = {"name": "x", "schema": schema}
+    form: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": described}}
+    async with served(config, tmp_path) as (cluster, client):
+        worker = cluster.workers[0]
+        call = f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}</tool_call>'
+        for text, content, calls, reason in [
+            ('{"a": 1}', '{"a": 1}', [], "stop"),
+            (call, "", [["weather", ARGUMENTS]], "tool_calls"),
+        ]:
+            worker.on_submit = saying(text, tokenizer)
+            said = {"content": content, "reasoning": "", "calls": calls}
+            assert whole(await ask(client, **form)) == (said, reason)
+            assert await streamed(client, **form) == (said, reason)
+        wanted = worker.submits[-1].sampling_params.structured_output
+        compiled = GrammarCompiler(byte_vocabulary).compile(
+            StructuredOutput(grammar=wanted.grammar)
+        )
+        for text, is_good in [
+            ('{"a": 1}', True),
+            (call, True),
+            ('{"a": "x"}', False),
+            (call.replace("weather", "other"), False),
+            ("words", False),
+        ]:
+            matcher = compiled.deep_copy()
+            taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+            assert taken is is_good, text
+        described["schema"] = {"type": "array", "uniqueItems": True}
+        with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema"):
+            await ask(client, **form)
+
+
 RECURSIVE = {
     "type": "object",
     "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}},
