@@ -178,12 +178,12 @@ async def test_a_request_that_fails_again_and_again_is_before_those_that_came_la
     """
     both = dataclasses.replace(config, worker_wait=60.0, failover_wait=60.0, max_attempts=9)
     async with running(both, "prefill-0", "decode-0") as cluster:
-
-        def num_in_line() -> int:
-            waiting = cluster.router._fleet.changes._waiting
-            return sum(place > 0 and not one.done() for place, one in waiting)
-
         calls = [cluster.generate(request_id="first")]
+
+        def all_wait() -> bool:
+            waiting = cluster.router._fleet.changes._waiting
+            return sum(place > 0 and not one.done() for place, one in waiting) == len(calls)
+
         await cluster.decode.submitted()
         for fault in range(3):
             tell_lost(cluster, cluster.prefill)
@@ -191,7 +191,7 @@ async def test_a_request_that_fails_again_and_again_is_before_those_that_came_la
             calls += [cluster.generate(request_id=f"{fault}-{number}") for number in range(2)]
             await cluster.until_waiting(2)
             cluster.decode.break_stream()
-            await until(lambda: num_in_line() == len(calls))
+            await until(all_wait)
             before = len(cluster.decode.submits)
             await come_back(cluster, cluster.prefill)
             await cluster.decode.submitted(before + len(calls))
