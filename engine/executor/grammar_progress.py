@@ -33,7 +33,9 @@ class GrammarProgress:
         self, compiled: CompiledGrammar, matcher: LLMatcher, failed: GrammarProgress | None = None
     ) -> None:
         self.compiled = compiled
-        self._num_filled = 0 if failed is None else failed._num_filled + (not failed._is_shared)
+        self._num_filled: int = (
+            0 if failed is None else failed._num_filled + (not failed._is_shared)
+        )
         self.matcher = matcher
         self.successor: Future[CompiledGrammar] | None = None
         """The same grammar while it is compiled anew, held so that it is there later."""
