@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
@@ -15,20 +17,29 @@ from tests.pairwise import mark_what_pairs_leave_out
 
 TESTS = Path(__file__).parent
 CLUSTER = TESTS / "cluster"
+WITH_RAY = frozenset(
+    {
+        "cluster/test_supervision.py",
+        "cluster/test_controller.py",
+        "cluster/test_leases.py",
+        "cluster/test_locked_cluster.py",
+        "cluster/test_model_copy.py",
+        "cluster/test_scale.py",
+    }
+)
+"""Files whose tests in `make test` have workers in processes of their own."""
 FIRST = (
     "model_runner/test_attention.py",
     "cluster/test_supervision.py",
     "mem_cache/test_planted_faults.py",
-    "cluster/test_chaos.py",
     "engine/test_host_windows.py",
-    "cluster/test_leases.py",
     "engine/test_session_matrix.py",
-    "cluster/test_controller.py",
     "mem_cache/test_memory_model.py",
 )
 """Files that begin first: whose tests compute or wait for long, so that no core idles at the end.
 
-The first of all compiles what others then find in the cache of kernels.
+The first of all compiles what others then find in the cache of kernels. With the second come all
+that need a Ray.
 """
 CLUSTER_PART = 0.8
 """Of all other files; among these those of clusters are spread, as their tests wait most of the
@@ -83,6 +94,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places |= {path: place / len(others) for place, path in enumerate(others)}
     places |= {TESTS / name: place - len(FIRST) for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places[item.path])
+
+
+class OneRay(LoadFileScheduling):
+    """One worker of pytest's has all files that need a Ray, which takes long to start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "ray" if file.removeprefix("tests/") in WITH_RAY else file
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRay | None:
+    return OneRay(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from kvrelay.mem_cache.geometry import PageOrder
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cluster.in_process import in_process
 from tests.cluster.reference import Reference
-from tests.cluster.running import Answer, Cluster, running
+from tests.cluster.running import Answer, Cluster, RunningCluster, running
 from tests.pairwise import few
 
 LENGTHS = (
