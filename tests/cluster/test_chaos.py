@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,8 @@ async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_a_worker_that_is_told_to_die_does_so_in_its_first_life_only(ray, tiny):
     """As `kvrelay serve --debug-faults` has it."""
-    options = {"page_size": 4, "dtype": "float32", "worker_timeout": SHORT_TIMEOUT_S}
+    options: dict[str, Any] = {"page_size": 4, "dtype": "float32"}
+    options["worker_timeout"] = SHORT_TIMEOUT_S
     async with running(tiny, debug_faults="decode-0/kill:decoding", **options) as cluster:
         first = cluster.deployment.cluster.workers["decode-0"]
         for _ in range(3):

@@ -99,12 +99,12 @@ async def test_aborts_among_others_leave_the_others_right(workers, number):
 
 async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(tiny: Path) -> None:
     """The read ends when its request has long gone, and others have come."""
-    pages: dict[str, Any] = {"page_size": 4, "chunk_tokens": 16, "kv_memory": 250 * PAGE_BYTES}
+    pages: dict[str, Any] = {"page_size": 4, "chunk_tokens": 16, "kv_memory": 170 * PAGE_BYTES}
     index = PrefixIndexKind.NONE
     async with in_process(tiny, faults=(), prefix_index=index, **pages) as workers:
 
         def ask(number: int) -> Any:
-            prompt = [number, *PROMPT[:200]]
+            prompt = [(13 * i + 101 * number) % 500 for i in range(201)]
             return workers.stream(prompt, temperature=0, max_tokens=8, ignore_eos=True)
 
         expected = [await _read_tokens(ask(number)) for number in range(3)]
