@@ -45,15 +45,16 @@ REST_S = 60.0
 def make_configs(
     model: Path, timeout: float, dtype: str, retract_every: int, kv_memory: int, **more: Any
 ) -> list[WorkerConfig]:
-    """Two workers of each role. The second has a fixed port, so a restart keeps its address."""
+    """Two workers of each role, if not told otherwise.
+
+    The second has a fixed port, so a restart keeps its address.
+    """
     options = ServeOptions(
         model=str(model),
         grpc=ANY_PORT,
         http=ANY_PORT,
         admin=ANY_PORT,
         metrics=ANY_PORT,
-        prefill=2,
-        decode=2,
         page_size=4,
         chunk_tokens=32,
         kv_memory=kv_memory,
@@ -62,7 +63,7 @@ def make_configs(
         worker_timeout=timeout,
         step_timeout=timeout - 1,
         step_timeout_per_token=0,
-        **more,
+        **{"prefill": 2, "decode": 2, **more},
     )
     return [
         replace(

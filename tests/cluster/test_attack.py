@@ -156,7 +156,7 @@ def test_every_attack_has_bounds() -> None:
 
 
 async def test_short_attacks(ray, tiny):
-    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S, prefill=1, decode=1) as chaos:
         await attack_by_each(chaos, 0.4)
 
 
