@@ -48,7 +48,7 @@ class WorkerOptions(ObservingOptions):
     dtype: str = option(
         "bfloat16",
         "The type of weights, activations and KV. Weights that a checkpoint has in FP8 stay so on "
-        "a GPU with bfloat16, and become this type elsewhere.",
+        "a GPU with bfloat16, and become this type elsewhere; so do weights in fewer bits.",
         Section.MODEL,
         choices=("bfloat16", "float16", "float32"),
     )
@@ -75,9 +75,11 @@ class WorkerOptions(ObservingOptions):
         "auto",
         "What multiplies bfloat16 on a CPU: own, our kernels, or onednn. auto times both on this "
         "machine, once for each shape of weights, and takes the faster. --batch-invariant and "
-        "float32 do not ask: there the way follows from the processor alone.",
+        "float32 do not ask: there the way follows from the processor alone. Weights of 4 bits or "
+        "fewer are timed as they are, too; packed keeps them so, in a quarter of the memory, "
+        "and is own for others.",
         Section.MODEL,
-        choices=("auto", "own", "onednn"),
+        choices=("auto", "own", "onednn", "packed"),
     )
     attention: AttentionChoice = option(
         AttentionChoice.AUTO,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory, ex
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 
+logger = logging.getLogger(__name__)
+
 _PACKAGE = __name__.partition(".")[0]
 _MISTAKES = (AssertionError, LookupError)
 """The errors of code that is wrong; other packages' versions raise others at our lines, too."""
@@ -62,7 +65,8 @@ class ModelRunner:
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
             beside it and in whatever chunks: all is computed by kernels of ours, and attention
             token by token. Prompts of a thousand tokens take 1.8 times as long in bfloat16.
-        cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", or "auto", the faster one.
+        cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", "packed" (own, with
+            weights of 4 bits as they are), or "auto", the fastest.
         moe_backend: what computes experts.
         attention: what computes attention.
         attention_splits: how FlashInfer divides a sequence's KV.
@@ -147,7 +151,15 @@ class ModelRunner:
                 self.kernel_threads,
                 fused,
             )
-            checkpoint = Checkpoint(path, len(self.config.layers), self.dtype, self.device, on_read)
+            checkpoint = Checkpoint(
+                path,
+                len(self.config.layers),
+                self.dtype,
+                self.device,
+                on_read,
+                self.config.quantization,
+            )
+            _say_what_is_dequantized(checkpoint)
             self._kv_scales = self._read_kv_scales(checkpoint)
             self._decoder = Decoder(
                 self.config,
@@ -165,7 +177,7 @@ class ModelRunner:
         self.config_digest = object_digest(self.config)
         """The hash of the configuration as it was understood."""
         self.weights_digest = checkpoint.digest
-        """The hash of every byte of the weights, in this dtype, or in the checkpoint's FP8."""
+        """The hash of every byte of the weights, in this dtype, or as stored in fewer bits."""
         self._pools: Sequence[KVPool] = ()
         self._backends: Sequence[AttentionBackend] = ()
 
@@ -483,3 +495,19 @@ def _warm_up_batch(new_tokens: list[int], pools: Sequence[KVPool]) -> ForwardBat
         page_tables=(page_table.reshape(len(new_tokens), pages_each),) * len(pools),
         logit_rows=query_start[1:].astype(np.int64) - 1,
     )
+
+
+def _say_what_is_dequantized(checkpoint: Checkpoint) -> None:
+    """Log the memory of weights in few bits before any is taken.
+
+    On a CPU products may keep those of 4 bits, which is known when they are made.
+    """
+    stored, numbers = checkpoint.packed_sizes()
+    if numbers:
+        dtype = checkpoint.dtype
+        logger.info(
+            "weights in few bits, %.1f MiB, take %.1f MiB where they become %s",
+            stored / 2**20,
+            numbers * dtype.itemsize / 2**20,
+            str(dtype).removeprefix("torch."),
+        )

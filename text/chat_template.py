@@ -19,6 +19,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvrelay.text.byte_ranks import tekken_roles
+
 Message = Mapping[str, Any]
 _SPECIAL_TOKENS: Final = (
     "bos_token",
@@ -113,7 +115,7 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate |
 
 def special_tokens_of(folder: Path) -> dict[str, str]:
     """The special tokens of the checkpoint in `folder` by their role, such as `eos_token`."""
-    found = {}
+    found = tekken_roles(folder)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         described = _json(folder / name)
         for role in _SPECIAL_TOKENS:

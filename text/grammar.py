@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from kvrelay.text.json_schema import enforced, find_place
 from kvrelay.text.regex_classes import ascii_classes
+from kvrelay.text.tokenizer import tokenizer_json
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 """The longest grammar, in whatever form."""
@@ -486,7 +487,7 @@ def model_vocabulary(
     """
 
     def make() -> LLTokenizer:
-        content = (folder / "tokenizer.json").read_text()
+        content = tokenizer_json(folder)
         return LLTokenizer(content, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
     return make

@@ -1,13 +1,31 @@
-"""The loading of a checkpoint's tokenizer, for workers and the router alike."""
+"""The loading of a checkpoint's tokenizer, for workers and the router alike.
+
+A checkpoint without a tokenizer.json may have tekken.json or tiktoken.model. These take seconds to
+read, so what was made of them is kept::
+
+    <the user's cache>/kvrelay/tokenizers/<digest of the source>.json
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from tokenizers import Tokenizer
+
+from kvrelay.options.user_cache import cache_home
+from kvrelay.text.byte_ranks import TEKKEN_NAME, read_tekken, read_tiktoken, source_files
+
+TOKENIZER_NAME: Final = "tokenizer.json"
+_SENTENCEPIECE_NAME: Final = "tokenizer.model"
+_FORMAT: Final = b"1"
+"""The version of what is made of other files; raise it when that changes, to make it again."""
 
 
 class TokenizerError(Exception):
@@ -27,21 +45,88 @@ def load_tokenizer(model_path: Path) -> LoadedTokenizer:
     """The tokenizer in the checkpoint folder `model_path`, without truncation or padding.
 
     Raises:
-        TokenizerError: tokenizer.json is missing, or is no tokenizer.
+        TokenizerError: there is none, or it is no tokenizer.
     """
     # The callers have threads of their own; the library's would not be bounded, and would have
     # it warn at each fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    path = model_path / "tokenizer.json"
+    path = model_path / TOKENIZER_NAME
     try:
-        content = path.read_bytes()
-        tokenizer = Tokenizer.from_str(content.decode())
+        content, sha256 = _read(model_path)
+        tokenizer = Tokenizer.from_str(content)
+    except TokenizerError:
+        raise
     except OSError as error:
         raise TokenizerError(f"{path}: cannot load the tokenizer: {error.strerror}") from error
     except Exception as error:  # the library raises nothing narrower
-        reason = " ".join(str(error).split())
-        raise TokenizerError(f"{path}: cannot load the tokenizer: {reason}") from error
+        raise _unusable(path, error) from error
     # A checkpoint may carry settings from its training that would change prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return LoadedTokenizer(tokenizer, hashlib.sha256(content).hexdigest())
+    return LoadedTokenizer(tokenizer, sha256)
+
+
+def tokenizer_json(model_path: Path) -> str:
+    """The checkpoint's tokenizer.json, or what is one in its place.
+
+    Raises:
+        TokenizerError: there is none, and other files are of no known form.
+        OSError: it cannot be read.
+    """
+    return _read(model_path)[0]
+
+
+def _read(folder: Path) -> tuple[str, str]:
+    """The text of the tokenizer and the hash of its source."""
+    path = folder / TOKENIZER_NAME
+    sources = () if path.exists() else source_files(folder)
+    if sources:
+        return _made_of(sources)
+    if not path.exists() and (folder / _SENTENCEPIECE_NAME).exists():
+        raise TokenizerError(
+            f"{folder / _SENTENCEPIECE_NAME}: SentencePiece alone is not read; make a {path.name}"
+            " beside it, by transformers' AutoTokenizer: from_pretrained, then save_pretrained"
+        )
+    content = path.read_bytes()
+    return content.decode(), hashlib.sha256(content).hexdigest()
+
+
+def _made_of(sources: Sequence[Path]) -> tuple[str, str]:
+    """The tokenizer that is made of files, once a machine if there is a cache."""
+    digest = hashlib.sha256(_FORMAT)
+    for source in sources:
+        digest.update(f" {source.name} ".encode() + source.read_bytes())
+    sha256, path = digest.hexdigest(), sources[0]
+    kept = _cache_file(sha256)
+    if kept is not None:
+        with suppress(OSError, UnicodeDecodeError):
+            return kept.read_text(encoding="utf-8"), sha256
+    try:
+        made = (read_tekken if path.name == TEKKEN_NAME else read_tiktoken)(path)
+    except Exception as error:  # whatever a file of another form meets
+        raise _unusable(path, error) from error
+    content = made.to_str()
+    if kept is not None:
+        with suppress(OSError):  # a cache that cannot be written is done without
+            _write(kept, content)
+    return content, sha256
+
+
+def _cache_file(sha256: str) -> Path | None:
+    with suppress(ValueError, RuntimeError):
+        return cache_home() / "kvrelay" / "tokenizers" / f"{sha256}.json"
+    return None
+
+
+def _write(path: Path, content: str) -> None:
+    """Write the file as a whole, whoever else writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+        made = Path(aside, path.name)
+        made.write_text(content, encoding="utf-8")
+        made.replace(path)
+
+
+def _unusable(path: Path, error: Exception) -> TokenizerError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return TokenizerError(f"{path}: cannot load the tokenizer: {reason}")

@@ -16,7 +16,7 @@ from kvrelay.deploy.options.serve_options import DEFAULT_MODEL, ServeOptions
 from kvrelay.deploy.start_progress import StartProgress
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-CHECKPOINT_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
+CHECKPOINT_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]
 _HUB_UNWANTED: Final = ["*/*", "consolidated*.safetensors"]
 """The files not to fetch: subfolders, and the same weights again in Mistral's own layout."""
 

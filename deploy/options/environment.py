@@ -1,6 +1,6 @@
 """The environment variables that the commands read or set.
 
-Some more are used elsewhere: `model_runner` puts its compiled kernels into XDG_CACHE_HOME,
+Some more are used elsewhere. Compiled kernels and tokenizers that were made are in XDG_CACHE_HOME.
 `kv_transfer` reports and sets some of UCX's (`kv_transfer/ucx_settings.py`), and `text` sets
 TOKENIZERS_PARALLELISM.
 """

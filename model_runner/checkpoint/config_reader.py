@@ -53,7 +53,7 @@ def read_config(folder: Path) -> ModelConfig:
         add_unit_offset=options.adds_unit_offset,
         embedding_scale=hidden_size**0.5 if options.scales_embeddings else 1.0,
         final_logit_softcapping=config.number_or_none("final_logit_softcapping", None),
-        fp8_weights=read_quantization(config),
+        quantization=read_quantization(config),
     )
 
 

@@ -29,6 +29,10 @@ class WeightsDigest:
         """Hash a tensor as it is now; a name that comes again is hashed again."""
         self._tensors[name] = tensor_digest(tensor)
 
+    def note(self, name: str, value: object) -> None:
+        """Hash what is known of a tensor beside its bytes, by the `repr`."""
+        self._tensors[name] = object_digest(value)
+
     def hexdigest(self) -> str:
         """The hash of all tensors that were added."""
         lines = [f"{name} {digest}\n" for name, digest in sorted(self._tensors.items())]

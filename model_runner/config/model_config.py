@@ -9,6 +9,7 @@ from typing import Final
 
 from kvrelay.model_runner.config.fp8_weights import Fp8Weights
 from kvrelay.model_runner.config.moe_backend import ClampedSilu
+from kvrelay.model_runner.config.quantization import Quantization
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.config.rope import Rope
 
@@ -239,11 +240,16 @@ class ModelConfig:
     """Embeddings are multiplied by it."""
     final_logit_softcapping: float | None = None
     """Logits become ``softcap * tanh(logit / softcap)``."""
-    fp8_weights: Fp8Weights | None = field(default=None, repr=False)
+    quantization: Quantization | None = field(default=None, repr=False)
     """The quantization of weights; None: they are not quantized.
 
     It is not in the `repr`: hashes of the weights tell such models apart.
     """
+
+    @property
+    def fp8_weights(self) -> Fp8Weights | None:
+        """A scheme in FP8 that products may have; None: none has one."""
+        return None if self.quantization is None else self.quantization.fp8_weights
 
     @property
     def pool_windows(self) -> tuple[int | None, ...]:

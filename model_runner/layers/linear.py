@@ -19,6 +19,7 @@ from kvrelay.cpu_kernels.products.product import PAIRS, PANEL, Unit, multiply
 from kvrelay.cpu_kernels.products.product_float32 import multiply_float32
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, may_use_tiles
 from kvrelay.mem_cache.pool import HUGE_PAGE, allocate_huge_pages
+from kvrelay.model_runner.checkpoint.packed_weight import PackedWeight
 from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.fp8_linear import (
     BlockScaledLinear,
@@ -26,7 +27,8 @@ from kvrelay.model_runner.layers.fp8_linear import (
     fp8_products_lack,
 )
 from kvrelay.model_runner.layers.fp8_weight import Fp8Weight
-from kvrelay.model_runner.layers.product_choice import ProductChoice, ProductWay
+from kvrelay.model_runner.layers.nibble_linear import NibbleLinear
+from kvrelay.model_runner.layers.product_choice import ProductChoice, ProductWay, describe_shape
 
 BLOCK_BYTES: Final = 32 * HUGE_PAGE
 """The bytes taken from the system at a time; a part that is never used takes no memory."""
@@ -393,7 +395,7 @@ class LinearFactory:
     @property
     def prefers_own(self) -> bool:
         """Whether kernels of ours may multiply bfloat16 where there are such."""
-        return self._wanted in ("auto", ProductWay.OWN)
+        return self._wanted in ("auto", ProductWay.OWN, ProductWay.PACKED)
 
     def count_own(self, weights: int) -> None:
         """Count `weights` that other kernels of ours multiply with."""
@@ -402,7 +404,7 @@ class LinearFactory:
     @property
     def ways(self) -> Mapping[str, str]:
         """The chosen `ProductWay` of each shape of weights, such as `960 x 576`."""
-        return {f"{shape[0]} x {shape[1]}": way for shape, way in self._choice.chosen.items()}
+        return {describe_shape(shape): way for shape, way in self._choice.chosen.items()}
 
     @property
     def is_mostly_own(self) -> bool:
@@ -418,8 +420,59 @@ class LinearFactory:
             ways[ProductWay.OWN] = partial(PanelLinear, memory=memory, threads=self._threads)
         if PackedLinear.supports(weight):
             ways[ProductWay.ONEDNN] = PackedLinear
-        wanted = {way: make for way, make in ways.items() if self._wanted in ("auto", way)}
-        return wanted or ways
+        wanted = ProductWay.OWN if self._wanted == ProductWay.PACKED else self._wanted
+        return {way: make for way, make in ways.items() if wanted in ("auto", way)} or ways
+
+    def takes_packed(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether products in `dtype` on this device may have weights in few bits."""
+        return (
+            device.type == "cpu" and dtype is torch.bfloat16 and self._wanted != ProductWay.ONEDNN
+        )
+
+    def make_packed(
+        self, weight: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> Linear:
+        """The product with a `weight` in few bits, for inputs of `dtype`.
+
+        It is dequantized where no kernel of ours has it, or is slower than others without.
+        """
+        if not NibbleLinear.supports(weight, dtype):
+            return self.make(weight.dequantize(dtype), bias)
+        outputs, inputs = weight.codes.shape
+        if not (self.batch_invariant or self._wanted == ProductWay.PACKED):
+            group = inputs // weight.scales.shape[1]
+            way = self._choose_for(weight, (outputs, inputs, group))
+            if way is not ProductWay.PACKED:
+                return self.make(weight.dequantize(dtype), bias)
+        self._weights[True] += weight.codes.numel()
+        return self._make_nibbles(weight, bias, self._memory)
+
+    def _choose_for(self, weight: PackedWeight, shape: tuple[int, int, int]) -> ProductWay:
+        """The fastest way to multiply with a `weight` of this shape and group."""
+
+        def pack(plain: torch.Tensor, _: None) -> Linear:
+            """The product with any codes: their values do not matter for its time."""
+            outputs, inputs = plain.shape
+            groups = max(1, inputs // shape[2])
+            codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
+            scales, zeros = torch.ones(outputs, groups), codes[:, :groups]
+            timed = PackedWeight(codes, scales, zeros, bits=weight.bits)
+            return self._make_nibbles(timed, None, WeightMemory())
+
+        plain = self._find_ways(weight.codes[:0].bfloat16(), WeightMemory())
+        return self._choice.find(shape, {ProductWay.PACKED: pack, **plain})
+
+    def _make_nibbles(
+        self, weight: PackedWeight, bias: torch.Tensor | None, memory: WeightMemory
+    ) -> Linear:
+        return NibbleLinear(
+            weight,
+            bias,
+            memory.take,
+            _threads_for(weight.codes, self._threads),
+            find_unit(weight.codes.shape[1]),
+            exact=self.batch_invariant,
+        )
 
     def make_fp8(self, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """The product with a `weight` in FP8, for inputs of `dtype`.

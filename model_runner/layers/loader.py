@@ -9,6 +9,7 @@ import torch
 
 from kvrelay.model_runner.batch import Int64Array
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
+from kvrelay.model_runner.checkpoint.packed_weight import PackedWeight
 from kvrelay.model_runner.config.fp8_weights import BLOCK, Fp8Weights, ScaleShape
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.layers.elementwise import Elementwise, NormWeight
@@ -84,8 +85,7 @@ class WeightLoader:
         self.elementwise = elementwise
         self.linears = linears
         self.experts = experts
-        scheme = config.fp8_weights
-        self._fp8 = None if scheme is None else Fp8Reader(checkpoint, scheme)
+        self._fp8 = Fp8Reader(checkpoint)
 
     def norm(self, name: str, size: int, eps: float | None = None) -> Norm:
         """The norm `name`; `eps` is the model's unless given."""
@@ -109,10 +109,15 @@ class WeightLoader:
 
         With an `order`, output ``i`` is the checkpoint's ``order[i]``.
         """
-        weight = self.stacked_weight(prefix, parts, inputs)
+        packed = self._take_packed(_join(prefix, parts), inputs)
+        weight = self.stacked_weight(prefix, parts, inputs) if packed is None else packed
         bias = self.stacked_bias(prefix, parts) if has_bias else None
         if bias is not None:
             bias = _ordered(bias, order)
+        if isinstance(weight, PackedWeight):
+            rows = None if order is None else torch.from_numpy(order)
+            weight = weight if rows is None else weight.reorder(rows)
+            return self.linears.make_packed(weight, bias, self.checkpoint.dtype)
         if not isinstance(weight, Fp8Weight):
             return self.linears.make(_ordered(weight, order), bias)
         if order is None or weight.keeps_scales(order):
@@ -125,7 +130,7 @@ class WeightLoader:
     ) -> torch.Tensor | Fp8Weight:
         """The weights of several products, one below the other; arguments are those of `linear`."""
         names = _join(prefix, parts)
-        if self._fp8 is None or not self._fp8.stacks(names):
+        if not self._fp8.stacks(names):
             return self._take_plain(names, inputs)
         return self._fp8.take(names, inputs)
 
@@ -150,9 +155,28 @@ class WeightLoader:
             return PlainOutputProjection(linear)
         return NormedOutputProjection(linear, after)
 
+    def _take_packed(
+        self, names: Mapping[str, int], inputs: int
+    ) -> PackedWeight | torch.Tensor | None:
+        """The weights of these products in few bits, or dequantized if they cannot be one weight.
+
+        None: they are not stored so, or no product would have them so.
+        """
+        checkpoint, dtype = self.checkpoint, self.checkpoint.dtype
+        if not self.linears.takes_packed(dtype, checkpoint.device):
+            return None
+        if not all(checkpoint.is_packed(f"{name}.weight") for name in names):
+            return None
+        parts = [
+            checkpoint.take_packed(f"{name}.weight", (outputs, inputs))
+            for name, outputs in names.items()
+        ]
+        stacked = PackedWeight.stack(parts)
+        return torch.cat([one.dequantize(dtype) for one in parts]) if stacked is None else stacked
+
     def _take_plain(self, names: Mapping[str, int], inputs: int) -> torch.Tensor:
         """The weights of these products, one below the other, in the model's dtype."""
-        if self._fp8 is None or not any(map(self._fp8.has, names)):
+        if not any(map(self._fp8.has, names)):
             return self._take_stacked(names, "weight", (inputs,))
         return torch.cat(
             [
@@ -183,38 +207,48 @@ class Fp8Reader:
 
     Args:
         checkpoint: the model's checkpoint.
-        scheme: the checkpoint's quantization.
     """
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Fp8Weights) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._scheme = scheme
-        self._blocks = scheme.scales is ScaleShape.BLOCK
 
     def has(self, name: str) -> bool:
-        """Whether the product `name` is quantized: if it is not, it has no scales."""
-        return self._scale_name(name) in self._checkpoint
+        """Whether the product `name` is in FP8: if it is not quantized, it has no scales."""
+        return self._scheme(name) is not None and self._scale_name(name) in self._checkpoint
 
     def stacks(self, names: Mapping[str, int]) -> bool:
         """Whether the weights of these products (with their outputs) can be one weight in FP8."""
+        if not all(map(self.has, names)):
+            return False
+        scheme, *others = {self._scheme(name) for name in names}
         *upper, _ = names.values()
-        aligned = not self._blocks or all(outputs % BLOCK == 0 for outputs in upper)
-        return aligned and all(map(self.has, names))
+        assert scheme is not None
+        blocks = scheme.scales is ScaleShape.BLOCK
+        return not others and (not blocks or all(outputs % BLOCK == 0 for outputs in upper))
 
     def take(self, names: Mapping[str, int], inputs: int) -> Fp8Weight:
-        """Take the weights of these products, one below the other."""
-        scales = [self._take_scales(name, outputs, inputs) for name, outputs in names.items()]
+        """Take the weights of these products, one below the other; they have one scheme."""
+        scheme = self._scheme(next(iter(names)))
+        assert scheme is not None
+        scales = [
+            self._take_scales(scheme.scales, name, outputs, inputs)
+            for name, outputs in names.items()
+        ]
         parts = {f"{name}.weight": outputs for name, outputs in names.items()}
         return Fp8Weight(
             self._checkpoint.take_stacked(parts, (inputs,), FP8),
             torch.cat(scales),
-            self._blocks,
-            self._take_input_scale(names) if self._scheme.static_inputs else None,
+            scheme.scales is ScaleShape.BLOCK,
+            self._take_input_scale(names) if scheme.static_inputs else None,
         )
 
-    def _take_scales(self, name: str, outputs: int, inputs: int) -> torch.Tensor:
+    def _scheme(self, name: str) -> Fp8Weights | None:
+        scheme = self._checkpoint.scheme_of(name)
+        return scheme if isinstance(scheme, Fp8Weights) else None
+
+    def _take_scales(self, kind: ScaleShape, name: str, outputs: int, inputs: int) -> torch.Tensor:
         """Take the scales of one product, in the shape of `Fp8Weight.scales`."""
-        match self._scheme.scales:
+        match kind:
             case ScaleShape.TENSOR:
                 return self._checkpoint.take_scales(self._scale_name(name), (1, 1)).expand(
                     outputs, 1

@@ -34,6 +34,8 @@ class ProductWay(StrEnum):
 
     OWN = "own"
     """Our kernel, with what the processor multiplies fastest: tiles, pairs, or float32."""
+    PACKED = "packed"
+    """Our kernel, with weights that stay in 4 bits."""
     ONEDNN = "onednn"
     """oneDNN, with weights that are reordered once."""
 
@@ -41,8 +43,8 @@ class ProductWay(StrEnum):
 Multiply: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Make: TypeAlias = Callable[[torch.Tensor, None], Multiply]
 """Code that makes the product with a weight, without a bias."""
-Shape: TypeAlias = tuple[int, int]
-"""Outputs and inputs."""
+Shape: TypeAlias = tuple[int, ...]
+"""Outputs and inputs, and the inputs that share a scale if there are scales."""
 
 FEWEST_WEIGHTS: Final = 1 << 16
 """Fewer are not timed: their products are short beside what surrounds them."""
@@ -96,14 +98,14 @@ class ProductChoice:
 
     def _find(self, shape: Shape, make: Mapping[ProductWay, Make]) -> ProductWay:
         first, *others = make
-        outputs, inputs = shape
+        outputs, inputs = shape[:2]
         if not others or outputs * inputs < FEWEST_WEIGHTS or self._folder is None:
             return first
         with ExitStack() as turn:
             with suppress(OSError):  # no place for the lock: each process measures for itself
                 lock = turn.enter_context((self._folder / "products.lock").open("w"))
                 wait_for_turn(lock)
-            table, row = self._read(), f"{self._machine}, {outputs} x {inputs}"
+            table, row = self._read(), f"{self._machine}, {describe_shape(shape)}"
             times = table.get(row)
             if not (isinstance(times, dict) and set(times) >= set(make)):
                 if self._spent > BUDGET_SECONDS:
@@ -112,12 +114,13 @@ class ProductChoice:
                 self._write(table)
         fastest = min(make, key=lambda way: times[way] / (1.0 if way is first else _CLEARLY))
         said = ", ".join(f"{way} {1e3 * times[way]:.1f} ms" for way in make)
-        logger.info("products of %d x %d are computed by %s (%s)", *shape, fastest, said)
+        named = describe_shape(shape)
+        logger.info("products of %s are computed by %s (%s)", named, fastest, said)
         return fastest
 
     def _measure(self, shape: Shape, make: Mapping[ProductWay, Make]) -> dict[str, float]:
         """Return the seconds that a request's products of a `shape` take by each way."""
-        outputs, inputs = (min(number, _MOST_OUTPUTS) for number in shape)
+        outputs, inputs = (min(number, _MOST_OUTPUTS) for number in shape[:2])
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
         ways = {way: one(weight, None) for way, one in make.items()}
@@ -153,6 +156,12 @@ class ProductChoice:
         with suppress(OSError):
             made.write_text(json.dumps(table, indent=1))
             made.replace(self._folder / "products.json")
+
+
+def describe_shape(shape: Shape) -> str:
+    """Name a shape of weights, such as `960 x 576`."""
+    outputs, inputs, *group = shape
+    return f"{outputs} x {inputs}" + "".join(f" by {size}" for size in group)
 
 
 def _describe_machine(threads: int) -> str:

@@ -168,7 +168,7 @@ def test_a_hub_id_brings_only_what_is_needed(
     assert resolve("owner/some-model", converted) == ModelFolder("owner/some-model", tmp_path)
     assert asked == {
         "repo": "owner/some-model",
-        "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
+        "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"],
         "ignore_patterns": ["*/*", "consolidated*.safetensors"],
     }
 

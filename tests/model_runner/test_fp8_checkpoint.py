@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvrelay.model_runner.checkpoint.config_reader import read_config
 from kvrelay.model_runner.config.fp8_weights import Fp8Weights, ScaleShape
+from kvrelay.model_runner.config.quantization import Quantization
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fp8_models import FORMATS, SINGLE, compressed, write_fp8
@@ -64,8 +65,8 @@ def test_what_config_json_says(
     form: str, expected: Fp8Weights, models: Models, tmp_path: Path
 ) -> None:
     quantized, plain = write_fp8(models.folder("llama"), FORMATS[form], tmp_path)
-    assert read_config(quantized).fp8_weights == expected
-    assert read_config(plain).fp8_weights is None
+    assert read_config(quantized).quantization == Quantization(expected)
+    assert read_config(plain).quantization is None
 
 
 STEM = WEIGHT.removesuffix("weight")
@@ -135,8 +136,26 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     ("config", "field"),
     [
         ({"bits": 4}, "quantization_config.quant_method is missing"),
-        ({"quant_method": "gptq", "bits": 4}, "quantization_config.quant_method of 'gptq'"),
-        ({"quant_method": "modelopt"}, "quantization_config.quant_method of 'modelopt'"),
+        ({"quant_method": "hqq", "bits": 4}, "quantization_config.quant_method of 'hqq'"),
+        ({"quant_method": "gptq", "bits": 5}, "quantization_config.bits of 5"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down": {"bits": 6}}},
+            "quantization_config.dynamic.+:.*down.bits of 6",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "quantization_config.dynamic"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "quantization_config.checkpoint_format of 'marlin'",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            "quantization_config.version of 'gemv'",
+        ),
+        ({"quant_method": "modelopt"}, "quantization_config.quant_algo is missing"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quantization_config.quant_algo of 'W4A8_AWQ'",
+        ),
         ({**FP8, "fmt": "e5m2"}, "quantization_config.fmt of 'e5m2'"),
         ({**FP8, "activation_scheme": "none"}, "quantization_config.activation_scheme of 'none'"),
         (
@@ -148,8 +167,12 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
             "quantization_config.activation_scheme of 'static'",
         ),
         (
+            compressed("channel", DYNAMIC, format="marlin-24"),
+            "quantization_config.format of 'marlin-24'",
+        ),
+        (
             compressed("channel", DYNAMIC, format="pack-quantized"),
-            "quantization_config.format of 'pack-quantized'",
+            "quantization_config.config_groups.group_0.weights.type of 'float'",
         ),
         (compressed("channel", DYNAMIC, config_groups={}), "quantization_config.config_groups"),
         (
