@@ -62,7 +62,7 @@ def test_numbers_are_the_library_s(
     save_file(tensors, tmp_path / SINGLE_NAME)
     quantization = Quantization(PackedWeights(form, weights["num_bits"]))
     checkpoint = Checkpoint(
-        tmp_path, expected.dtype, torch.device("cpu"), quantization=quantization
+        tmp_path, 1, expected.dtype, torch.device("cpu"), quantization=quantization
     )
     assert torch.equal(checkpoint.take("proj.weight", SHAPE), expected)
     checkpoint.finish()

@@ -44,7 +44,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
 
 def opened(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Checkpoint:
     quantization = read_quantization(ConfigFile.read(folder / "config.json"))
-    return Checkpoint(folder, dtype, CPU, quantization=quantization, **options)
+    return Checkpoint(folder, 1, dtype, CPU, quantization=quantization, **options)
 
 
 def packed(folder: Path, form: str, **changes: torch.Tensor | None) -> torch.Tensor:
