@@ -106,9 +106,10 @@ GROUPS = (
         ),
         _tests(
             "formats",
-            "products and KV in FP8, CUDA graphs, prompts over latents",
+            "products and KV in FP8, CUDA graphs, prompts over latents, grouped experts",
             180,
-            "tests/model_runner/test_gpu_formats.py",
+            *("tests/model_runner/test_gpu_formats.py", "tests/model_runner/test_gpu_experts.py"),
+            *("-k", "not fused"),
             kernels=FIRST,
         ),
     ),
@@ -179,6 +180,14 @@ GROUPS = (
         ),
     ),
     (
+        _tests(
+            "experts-more",
+            "FlashInfer's kernel of experts",
+            1200,
+            *("tests/model_runner/test_gpu_experts.py", "-k", "fused"),
+        ),
+    ),
+    (
         _measured(
             "peers",
             "kvrelay beside vLLM and SGLang, where they are installed",
@@ -205,10 +214,10 @@ SETS = {
         *("attention", "formats", "tokens", "pair"),
     ),
     "speed": ("facts", "speed-1b", "draws", "serve", "speed-8b", "experts"),
-    "more": ("attention-more",),
+    "more": ("attention-more", "experts-more"),
     "all": tuple(STAGES),
 }
-"""Is it right, how fast is it, the other heads."""
+"""Is it right, how fast is it, what compiles for long."""
 
 
 def choose(names: tuple[str, ...]) -> list[list[Stage]]:

@@ -36,7 +36,11 @@ from tests.pairwise import few
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 EXPERTS, EACH, TOKENS, HIDDEN, INNER = 7, 3, 45, 64, 32
-GATES = {"silu": Activation.SILU, "gelu": Activation.GELU_TANH, "clamped": ClampedSilu(1.7, 0.6)}
+GATES: dict[str, ExpertActivation] = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU_TANH,
+    "clamped": ClampedSilu(1.7, 0.6),
+}
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
 WAYS: dict[str, tuple[torch.dtype, MoEBackend, str]] = {
     "own-float32": (torch.float32, MoEBackend.CPU, "auto"),
@@ -91,6 +95,11 @@ def choose(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
     return liking.topk(EACH).indices, torch.rand(tokens, EACH)
 
 
+def plain(weight: torch.Tensor | Fp8Weight) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
 def by_formula(
     weights: list[ExpertWeights],
     gate: ExpertActivation,
@@ -102,7 +111,7 @@ def by_formula(
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, choice in torch.cartesian_prod(torch.arange(len(x)), torch.arange(chosen.shape[1])):
         one = weights[chosen[token, choice]]
-        gate_up = one.gate_up.double() @ x[token].double()
+        gate_up = plain(one.gate_up).double() @ x[token].double()
         gate_up += 0 if one.gate_up_bias is None else one.gate_up_bias.double()
         g, up = gate_up.chunk(2)
         if isinstance(gate, ClampedSilu):
@@ -112,7 +121,7 @@ def by_formula(
             inner = functional.silu(g) * up
         else:
             inner = functional.gelu(g, approximate="tanh") * up
-        result = one.down.double() @ inner
+        result = plain(one.down).double() @ inner
         result += 0 if one.down_bias is None else one.down_bias.double()
         out[token] += shares[token, choice].double() * result
     return out
@@ -181,8 +190,8 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
         total = torch.zeros(HIDDEN)
         for expert, share in zip(chosen[token], shares[token], strict=True):
             one = weights[expert]
-            gate_up = linears.make(one.gate_up, one.gate_up_bias)(x[token][None])
-            result = linears.make(one.down, one.down_bias)(elementwise.silu_mul(gate_up))
+            gate_up = linears.make(plain(one.gate_up), one.gate_up_bias)(x[token][None])
+            result = linears.make(plain(one.down), one.down_bias)(elementwise.silu_mul(gate_up))
             total += share * result[0].float()
         assert torch.equal(whole[token], total.to(dtype))
 
@@ -201,7 +210,7 @@ def check_graph(
     dtype: torch.dtype,
     known: Callable[[ExpertWeights], ExpertWeights] = lambda one: one,
 ) -> None:
-    hidden = known(weights[0]).down.shape[0]
+    hidden = plain(known(weights[0]).down).shape[0]
     x, (chosen, shares) = torch.randn(9, hidden).to(dtype), choose(9)
     out = torch.empty_like(x)
     graph = graph_double.capture(lambda: out.copy_(experts(x, chosen, shares)))
@@ -211,8 +220,8 @@ def check_graph(
     chosen.copy_(others[0])
     shares.copy_(others[1])
     graph.replay()
-    plain = [known(one) for one in weights]
-    assert_near(out, by_formula(plain, GATES["clamped"], x, chosen, shares))
+    read = [known(one) for one in weights]
+    assert_near(out, by_formula(read, GATES["clamped"], x, chosen, shares))
 
 
 def test_a_graph_of_slices_would_be_wrong() -> None:
@@ -229,7 +238,10 @@ def in_fp8(weights: list[ExpertWeights]) -> list[ExpertWeights]:
         rows, columns = (size // 128 for size in weight.shape)
         return Fp8Weight((weight * 100).to(FP8), torch.rand(rows, columns) + 0.5, blocks=True)
 
-    return [replace(one, gate_up=quantize(one.gate_up), down=quantize(one.down)) for one in weights]
+    return [
+        replace(one, gate_up=quantize(plain(one.gate_up)), down=quantize(plain(one.down)))
+        for one in weights
+    ]
 
 
 @pytest.mark.parametrize(

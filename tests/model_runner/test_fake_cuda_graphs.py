@@ -20,6 +20,7 @@ from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.config.moe_backend import MoEBackend
+from kvrelay.model_runner.layers.feed_forward import MoEFeedForward
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda
@@ -159,12 +160,13 @@ def test_experts_take_as_many_launches_for_any_number_of_tokens(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with fake_cuda(monkeypatch):
         runner = make_running(folder, KVDtype.AUTO, CheckedCapture())._runner
-        experts = runner._decoder._layers[-1]._feed_forward._experts
+        mixture = runner._decoder._layers[-1]._feed_forward
+        assert isinstance(mixture, MoEFeedForward)
         for count in (1, 40):
             x = torch.empty(count, 64, dtype=torch.bfloat16, device=DEVICE)
             chosen = torch.zeros(count, 3, dtype=torch.int64, device=DEVICE)
             with OnDevice(), Traffic() as traffic:
-                experts(x, chosen, torch.empty(count, 3, device=DEVICE))
+                mixture._experts(x, chosen, torch.empty(count, 3, device=DEVICE))
             assert (traffic.copies, traffic.launches) == (0, 10)
 
 
