@@ -228,7 +228,7 @@ class Checkpoint:
 
     def error(self, name: str, problem: str) -> CheckpointError:
         """The one-line error about the tensor `name`, for the caller to raise."""
-        return CheckpointError(f"{self._files[name]}: tensor {name} {problem}")
+        return CheckpointError(f"{self._files[name]}: tensor {self._stored[name]} {problem}")
 
     def _packing(self, name: str) -> PackedWeights | None:
         """How the tensor `name` is packed; None: it is stored as it is, or not at all."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.model_runner.fp8_models import FORMATS, write_fp8
 from tests.model_runner.tiny_models import Models
@@ -78,6 +79,43 @@ def kimi_k2(models: Models, folder: Path) -> Path:
         return {**before, **added, **choice}
 
     return rewrite(models.folder("kimi-k2"), folder / "published", config, dict)
+
+
+def gpt_oss(models: Models, folder: Path) -> tuple[Path, Path]:
+    """gpt-oss: experts in blocks of MXFP4, all others not.
+
+    The second folder has the weights that the first one means, by transformers' names.
+    """
+    generator = torch.Generator().manual_seed(5)
+    blocks: Tensors = {}
+
+    def pack(tensors: Tensors) -> Tensors:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            shape = (experts, outputs, inputs // 32)
+            blocks[f"{name}_blocks"] = torch.randint(
+                256, (*shape, 16), generator=generator, dtype=torch.uint8
+            )
+            blocks[f"{name}_scales"] = torch.randint(
+                123, 126, shape, generator=generator, dtype=torch.uint8
+            )
+        return {**tensors, **blocks}
+
+    def config(before: dict[str, Any]) -> dict[str, Any]:
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+        quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        return {**before, "quantization_config": quantization}
+
+    def unpack(tensors: Tensors) -> Tensors:
+        names = [name.removesuffix("_blocks") for name in blocks if name.endswith("_blocks")]
+        for name in names:
+            parts = (blocks[f"{name}_{part}"] for part in ("blocks", "scales"))
+            tensors[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32).contiguous()
+        return tensors
+
+    source = models.folder("gpt-oss-experts")
+    published = rewrite(source, folder / "published", config, pack)
+    return published, rewrite(source, folder / "plain", dict, unpack)
 
 
 def gemma3(models: Models, folder: Path) -> Path:

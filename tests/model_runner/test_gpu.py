@@ -134,10 +134,10 @@ def test_what_is_beside_attention_is_that_of_torch(rows: int, offset: bool) -> N
     head = NormWeight.of(random(128) * 0.3, offset)
     turned = random(rows, 14, 128)  # of which half a head rotates, as GLM-4.5's
     heads, angles = turned.clone(), torch.rand(rows, 32, device=device) * 100
-    exact, rotation = turned.float(), Rotation(angles.cos(), angles.sin())
-    ELEMENTWISE.rotate(exact, 12, rotation)
+    turned, rotation = turned.float(), Rotation(angles.cos(), angles.sin())
+    ELEMENTWISE.rotate(turned, 12, rotation)
     kernels.rotate(heads, 12, kernels.prepare(rotation))
-    check(heads, exact)
+    check(heads, turned)
     heads, angles = random(rows, 14, 128), torch.rand(rows, 64, device=device) * 100
     turned, rotation = heads.float(), Rotation(angles.cos(), angles.sin())
     precise = NormWeight.of(head.stored.float(), offset)

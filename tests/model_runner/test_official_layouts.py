@@ -41,6 +41,11 @@ def test_kimi_k2(models: Models, tokens: list[int], tmp_path: Path) -> None:
     assert_close(run(published, tokens), models.logits("kimi-k2", tokens[:40]))
 
 
+def test_gpt_oss_with_experts_in_blocks(models: Models, tokens: list[int], tmp_path: Path) -> None:
+    published, plain = official_layouts.gpt_oss(models, tmp_path)
+    assert_close(run(published, tokens), models.logits_of(plain, tokens[:40]))
+
+
 @pytest.mark.parametrize(
     ("name", "write"),
     [("gemma3-4b", official_layouts.gemma3), ("mistral", official_layouts.mistral_small_3)],
