@@ -13,18 +13,34 @@ from kvrelay.options.observing import ObservingOptions
 
 
 class ToolParser(StrEnum):
-    """The parser that finds calls of tools in a chat's output."""
+    """The parser that finds calls of tools in a chat's output.
+
+    Beside the first two, these are the names of `TOOL_FORMATS`.
+    """
 
     AUTO = "auto"
     """The form that the chat template tells the model to use."""
     NONE = "none"
     """No parser: calls stay in the content."""
+    DEEPSEEK_V3 = "deepseek_v3"
+    DEEPSEEK_V31 = "deepseek_v31"
+    DEEPSEEK_V32 = "deepseek_v32"
+    DEEPSEEK_V4 = "deepseek_v4"
+    GLM45 = "glm45"
+    GLM47 = "glm47"
+    GRANITE = "granite"
     HERMES = "hermes"
-    """JSON, each call between two tags, as Hermes and Qwen write them."""
+    KIMI_K2 = "kimi_k2"
     LLAMA3_JSON = "llama3_json"
-    """Bare JSON, as Llama 3 writes calls."""
+    LLAMA4_PYTHONIC = "llama4_pythonic"
+    MINIMAX_M2 = "minimax_m2"
+    MISTRAL = "mistral"
+    MISTRAL_LIST = "mistral_list"
+    NEMOTRON_JSON = "nemotron_json"
+    OPENAI = "openai"
+    PHI4_MINI_JSON = "phi4_mini_json"
     PYTHONIC = "pythonic"
-    """A Python list, as Llama 3.2 and 4 write calls."""
+    QWEN3_CODER = "qwen3_coder"
 
 
 class ReasoningFormat(StrEnum):

@@ -458,7 +458,8 @@ def _lark(grammar: str) -> str:
         if part.startswith("%json"):
             try:
                 _, end = decoder.raw_decode(grammar, found.end())
-                part = f"%json {enforced(grammar[found.end() : end])}"
+                schema = json.loads(enforced(grammar[found.end() : end]))
+                part = f"%json {json.dumps({**schema, 'x-guidance': _JSON_DEFAULTS})}"
             except _NO_SCHEMA as error:
                 raise GrammarError(f"has %json with no JSON schema: {error}") from error
         elif part.startswith("/") and not part.startswith("//"):

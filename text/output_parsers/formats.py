@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Mapping
+from typing import Final
 
+from kvrelay.text.output_parsers.tool_format import ToolFormat
+from kvrelay.text.output_parsers.tool_formats.deepseek_v3 import DEEPSEEK_V3
+from kvrelay.text.output_parsers.tool_formats.deepseek_v31 import DEEPSEEK_V31
+from kvrelay.text.output_parsers.tool_formats.deepseek_v32 import DEEPSEEK_V4, DEEPSEEK_V32
+from kvrelay.text.output_parsers.tool_formats.glm import GLM45, GLM47
+from kvrelay.text.output_parsers.tool_formats.granite import GRANITE
+from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY
+from kvrelay.text.output_parsers.tool_formats.hermes import HERMES
+from kvrelay.text.output_parsers.tool_formats.kimi_k2 import KIMI_K2
+from kvrelay.text.output_parsers.tool_formats.llama3_json import LLAMA3_JSON
+from kvrelay.text.output_parsers.tool_formats.llama4_pythonic import LLAMA4_PYTHONIC, PYTHONIC
+from kvrelay.text.output_parsers.tool_formats.minimax_m2 import MINIMAX_M2
+from kvrelay.text.output_parsers.tool_formats.mistral import MISTRAL, MISTRAL_LIST
+from kvrelay.text.output_parsers.tool_formats.nemotron import NEMOTRON
+from kvrelay.text.output_parsers.tool_formats.phi4_mini import PHI4_MINI
+from kvrelay.text.output_parsers.tool_formats.qwen3_coder import QWEN3_CODER
 
-class ToolFormat(StrEnum):
-    """The format in which a model writes calls."""
-
-    HERMES = "hermes"
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen do."""
-    LLAMA3_JSON = "llama3_json"
-    """``{"name": …, "parameters": {…}}``, and nothing else."""
-    PYTHONIC = "pythonic"
-    """``[name(argument=value)]``, and nothing else."""
+_ALL: Final = (
+    *(HARMONY, KIMI_K2, DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V3, DEEPSEEK_V31),
+    *(MISTRAL, MISTRAL_LIST, MINIMAX_M2, QWEN3_CODER, GLM47, GLM45),
+    *(NEMOTRON, PHI4_MINI, GRANITE, LLAMA4_PYTHONIC, HERMES, PYTHONIC, LLAMA3_JSON),
+)
+"""All formats; of two that a template may show, the one that says more comes first."""
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {one.name: one for one in _ALL}
+"""All formats by name."""
 
 
 def format_of(template: str) -> ToolFormat | None:
     """The format that a chat template tells the model to use; None if it names no known one."""
     if "tools" not in template:
         return None
-    if "<tool_call>" in template:
-        return ToolFormat.HERMES if '"arguments"' in template else None
-    if "func_name1(" in template:
-        return ToolFormat.PYTHONIC
-    if '"parameters"' in template:
-        return ToolFormat.LLAMA3_JSON
-    return None
+    return next((one for one in _ALL if one.shown_by(template)), None)

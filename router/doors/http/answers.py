@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
@@ -25,6 +25,7 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.events import ChoiceEnd, Completion, Delta, Event, FinishReason
 from kvrelay.router.requests.request_trace import CHAT, COMPLETION
 from kvrelay.text.output_parsers.pieces import MakeParser
+from kvrelay.text.output_parsers.tool_format import new_call_id
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -143,6 +144,8 @@ class Shown:
     """Whether every chunk has the usage so far."""
     parser: MakeParser | None = None
     """A function that makes a parser of one choice's text; None: all of it is content."""
+    new_call_id: Callable[[str, int], str] = new_call_id
+    """A function that makes the id of a call, by its name and number."""
     skip_special_tokens: bool = True
     """Whether the text leaves special tokens out."""
     stop_token_ids: Sequence[int] = ()
@@ -196,7 +199,9 @@ class _Choices:
         self._spoken: list[Spoken] = []
         if shown.parser is not None:
             make = shown.parser
-            self._spoken = [Spoken(make(self._is_whole)) for _ in range(prompt.n)]
+            self._spoken = [
+                Spoken(make(self._is_whole), shown.new_call_id) for _ in range(prompt.n)
+            ]
         if shown.logprobs is not None:
             number = shown.logprobs
             self._writers = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
@@ -13,10 +14,11 @@ from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.chat_template import ChatTemplate
+from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.text.json_schema import refer_below, without_annotations
-from kvrelay.text.output_parsers.formats import ToolFormat, format_of
-from kvrelay.text.output_parsers.hermes import HermesParser
-from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
+from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError
+from kvrelay.text.output_parsers.formats import TOOL_FORMATS, format_of
+from kvrelay.text.output_parsers.marked_arguments import Schemas
 from kvrelay.text.output_parsers.pieces import MakeParser, OutputParser
 from kvrelay.text.output_parsers.plain import (
     CallsAloneParser,
@@ -24,15 +26,11 @@ from kvrelay.text.output_parsers.plain import (
     FirstCallParser,
     NamedCallParser,
 )
-from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.text.output_parsers.tool_format import ToolFormat
+from kvrelay.text.output_parsers.tool_formats.llama3_json import json_calls_parser
 from kvrelay.v1 import inference_pb2
 
-_PARSERS: Final[Mapping[ToolFormat, MakeParser]] = {
-    ToolFormat.HERMES: lambda is_whole: HermesParser(is_whole=is_whole),
-    ToolFormat.LLAMA3_JSON: lambda is_whole: JsonCallsParser(is_whole=is_whole),
-    ToolFormat.PYTHONIC: lambda _: PythonicParser(),
-}
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf"}
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}}
 """The parameters of a function that names none."""
@@ -55,10 +53,8 @@ class Dialect:
         """Choose the dialect that the options name, or that the template shows."""
         source = template.source if template is not None else ""
         wanted, reasoning = config.tool_call_parser, config.reasoning_parser
-        if wanted is ToolParser.AUTO:
-            tools = format_of(source)
-        else:
-            tools = None if wanted is ToolParser.NONE else ToolFormat(wanted.value)
+        is_shown = wanted is ToolParser.AUTO
+        tools = format_of(source) if is_shown else TOOL_FORMATS.get(wanted.value)
         reasons = reasoning is ReasoningFormat.THINK
         if reasoning is ReasoningFormat.AUTO:
             reasons = ReasoningParser.OPEN in source
@@ -77,16 +73,22 @@ class Tools:
     """Whether at least one tool must be called."""
     first_alone: bool = False
     """Whether only the first of the model's calls counts."""
+    in_own_format: bool = False
+    """Whether a call that must come is written in the model's own format."""
+    schemas: Schemas = field(default_factory=dict)
+    """The schemas of arguments by function."""
 
     def parser(self, dialect: Dialect) -> MakeParser | None:
         """Return a function that makes a parser of tool calls; None: all output is content."""
-        if self.named:
+        if self.named and not self.in_own_format:
             return lambda is_whole: NamedCallParser(self.named, is_whole=is_whole)
-        if self.required:
-            return lambda is_whole: CallsAloneParser(JsonCallsParser(is_whole=is_whole))
-        if not self.shown or dialect.tools is None:
+        if self.required and not self.in_own_format:
+            return lambda is_whole: CallsAloneParser(json_calls_parser({}, is_whole))
+        if dialect.tools is None or not (self.shown or dialect.tools.tells_reasoning):
             return None
-        make = _PARSERS[dialect.tools]
+        make = functools.partial(dialect.tools.parser, self.schemas)
+        if self.named or self.required:
+            return lambda is_whole: CallsAloneParser(make(is_whole))
         if self.first_alone:
             return lambda is_whole: FirstCallParser(make(is_whole))
         return make
@@ -106,7 +108,8 @@ def speaker(
         has_form: whether the output has a structured form.
     """
     make = tools.parser(dialect)
-    if not dialect.reasons or has_form:
+    tells_reasoning = dialect.tools is not None and dialect.tools.tells_reasoning
+    if not dialect.reasons or has_form or tells_reasoning:
         return make
 
     def make_speaker(is_whole: bool) -> OutputParser:
@@ -120,14 +123,27 @@ def speaker(
 
 
 def read_tools(
-    body: ChatCompletionRequest, dialect: Dialect, params: inference_pb2.SamplingParams
+    body: ChatCompletionRequest,
+    dialect: Dialect,
+    params: inference_pb2.SamplingParams,
+    special: Mapping[str, int],
 ) -> Tools:
     """Convert `tools` and `tool_choice`; set the fields of `params` that calls need.
 
     If a call is required, its form becomes the structured output. Otherwise the tags of calls are
     left in the text.
+
+    Args:
+        body: the body.
+        dialect: the model's dialect.
+        params: the parameters, which are changed.
+        special: the ids of the vocabulary's special tokens by their text.
     """
     tools, choice = body.tools or [], body.tool_choice or "auto"
+    may_call = bool(tools) and choice == "auto"
+    has_tags = dialect.tools is not None and (may_call or dialect.tools.tells_reasoning)
+    if has_tags and not params.HasField("skip_special_tokens"):
+        params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
     if not tools:
         if choice not in ("auto", "none"):
             raise InvalidField("tool_choice", "is allowed with tools alone")
@@ -142,22 +158,41 @@ def read_tools(
                 "the chat template shows none, or in a form that is not known here: "
                 "--tool-call-parser names the form, and tool_choice can require a call",
             )
-        if dialect.tools is not None and not params.HasField("skip_special_tokens"):
-            params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
-        return Tools(tools, first_alone=body.parallel_tool_calls is False)
+        schemas = {name: one.get("parameters") or {} for name, one in functions.items()}
+        return Tools(tools, first_alone=body.parallel_tool_calls is False, schemas=schemas)
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")
-    if choice == "required":
-        most = 1 if body.parallel_tool_calls is False else None
-        params.structured_output.json_schema = calls_schema(functions, most)
-        return Tools(tools, required=True)
-    name = choice.function.name
-    if name not in functions:
+    name = "" if choice == "required" else choice.function.name
+    if name and name not in functions:
         what = f"{json.dumps(name[:64])} is no tool of this call"
         raise InvalidField("tool_choice.function.name", what)
-    arguments = _arguments(functions[name])
-    params.structured_output.json_schema = json.dumps(arguments, ensure_ascii=False)
-    return Tools(tools, named=name)
+    wanted = {name: functions[name]} if name else functions
+    schemas = {one: arguments_of(function) for one, function in wanted.items()}
+    most = 1 if name or body.parallel_tool_calls is False else None
+    grammar = _own_grammar(dialect, schemas, most, special)
+    if grammar is not None:
+        params.structured_output.grammar = grammar
+        params.skip_special_tokens = False
+    elif name:
+        params.structured_output.json_schema = json.dumps(schemas[name], ensure_ascii=False)
+    else:
+        params.structured_output.json_schema = calls_schema(schemas, most)
+    in_own_format = grammar is not None
+    return Tools(tools, named=name, required=not name, in_own_format=in_own_format, schemas=schemas)
+
+
+def _own_grammar(
+    dialect: Dialect, schemas: Schemas, most: int | None, special: Mapping[str, int]
+) -> str | None:
+    """Return the grammar of calls in the model's own format; None: it cannot tell the schemas."""
+    if dialect.tools is None:
+        return None
+    grammar = CallGrammar(schemas, most, special)
+    try:
+        written = grammar.lark(dialect.tools.grammar(grammar))
+    except NoGrammarError:
+        return None
+    return written if len(written.encode()) <= MAX_GRAMMAR_BYTES else None
 
 
 def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -172,15 +207,15 @@ def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
     return functions
 
 
-def calls_schema(functions: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
+def calls_schema(schemas: Mapping[str, dict[str, Any]], most: int | None) -> str:
     """Return the schema of a list of calls, in JSON.
 
-    Each function's parameters are a definition of their own, with references that lead into it.
+    Each function's arguments are a definition of their own, with references that lead into it.
     """
     definitions, calls = {}, []
-    for number, (name, function) in enumerate(functions.items()):
+    for number, (name, arguments) in enumerate(schemas.items()):
         place = f"/$defs/{number}"
-        definitions[str(number)] = arguments = _arguments(function)
+        definitions[str(number)] = arguments
         refer_below(arguments, place)
         calls.append(
             {
@@ -195,7 +230,7 @@ def calls_schema(functions: Mapping[str, Mapping[str, Any]], most: int | None) -
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a function's arguments, an object, without words for the model."""
     try:
         schema = without_annotations(function.get("parameters") or _NO_ARGUMENTS)

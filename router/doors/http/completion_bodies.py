@@ -126,9 +126,10 @@ def read_chat_completion(
     if body.max_completion_tokens is not None:
         params.max_tokens = body.max_completion_tokens
     asked_as = dict(_set_structure(body, params))
-    tools = read_tools(body, dialect, params)
+    tools = read_tools(body, dialect, params, texts.of_tokens.special_ids)
     if tools.named or tools.required:
-        asked_as = {f"{FIELD}.json_schema": "tools", FIELD: "tools"}
+        forms = (FIELD, *(f"{FIELD}.{form}" for form in _FORMS))
+        asked_as = dict.fromkeys(forms, "tools")
     prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown)
     if body.top_logprobs and not body.logprobs:
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")
@@ -136,6 +137,8 @@ def read_chat_completion(
     call = _make_call(body, texts, params, [prompt], [prompt.num_bytes], logprobs)
     parser = speaker(tools, dialect, prompt, has_form=params.HasField(FIELD))
     shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
+    if dialect.tools is not None:
+        shown = replace(shown, new_call_id=dialect.tools.new_id)
     renamed = {name: asked for name, asked in _IN_CHATS.items() if getattr(body, asked) is not None}
     return replace(call, asked_as={**asked_as, **renamed}, shown=shown, output=OutputLimit.OPEN)
 

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
-from kvrelay.router.doors.http.chat_tools import calls_schema
+from kvrelay.router.doors.http.chat_tools import arguments_of, calls_schema
 from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.submit import StructuredOutput
@@ -271,7 +271,7 @@ CALLED = [
 def test_a_required_call_has_arguments_by_its_own_schema() -> None:
     """References lead into their own tool, and what is for people does not count."""
     functions = {name: {"parameters": schema} for name, schema in PARAMETERS.items()}
-    schema = calls_schema(functions, None)
+    schema = calls_schema({name: arguments_of(one) for name, one in functions.items()}, None)
     assert len(schema) < 4096
     compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(json_schema=schema))
     for name, arguments, is_good in CALLED:
@@ -313,10 +313,11 @@ async def test_a_call_that_was_cut_off_is_none(
     nothing = {"content": "", "reasoning": "", "calls": []}
     named = {"type": "function", "function": {"name": "weather"}}
     begun = '{"city": "San'
+    own = '<tool_call>\n{"name": "weather", "arguments": '
     cases: list[tuple[Any, str, list[list[str]]]] = [
-        ("required", '[{\n  "name"', []),
-        ("required", f'[{{"name": "weather", "parameters": {begun}', [["weather", begun]]),
-        (named, begun, [["weather", begun]]),
+        ("required", '<tool_call>\n{"name"', []),
+        ("required", f"{own}{begun}", [["weather", begun]]),
+        (named, f"{own}{begun}", [["weather", begun]]),
         ("auto", '<tool_call>\n{"na', []),
     ]
     async with served(config, tmp_path) as (cluster, client):
