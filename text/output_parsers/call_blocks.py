@@ -69,6 +69,7 @@ class Source:
         The tag is empty if none comes within `most` characters.
         """
         parts: list[str] = []
+        length = 0
         while True:
             found = [(at, tag) for tag in tags if (at := self.text.find(tag)) >= 0]
             if found:
@@ -78,7 +79,8 @@ class Source:
                 return "".join(parts), tag
             possible = max(overlap(self.text, tag) for tag in tags)
             parts.append(self.take(len(self.text) - possible))
-            if self.has_ended or sum(map(len, parts)) > most:
+            length += len(parts[-1])
+            if self.has_ended or length > most:
                 return "".join(parts), ""
             yield
 
@@ -101,10 +103,14 @@ class Source:
             yield
 
     def close(self, *tags: str) -> Generator[None, None, None]:
-        """Take a block's closing tag, if it comes next, or what there is of it at the end."""
+        """Take a block's closing tag, if it comes next, or what there is of it at the end.
+
+        Where the block was cut off, that may be the beginning of something else.
+        """
         tag = yield from self.skip(*tags)
         self.is_unclosed = not tag
-        if self.has_ended and any(one.startswith(self.text.lstrip()) for one in tags):
+        is_begun = self.is_cut or any(one.startswith(self.text.lstrip()) for one in tags)
+        if self.has_ended and is_begun:
             self.take(len(self.text))
 
     def next_character(self) -> Generator[None, None, str]:
@@ -299,7 +305,8 @@ class BlockParser:
         if not self._source.is_cut:
             return text
         possible = self._opening.possible(text, is_start=self._is_start)
-        return text[: len(text) - possible].rstrip() if possible > 1 else text
+        is_tag = possible > 1 or (possible and self._calls.num_begun)
+        return text[: len(text) - possible].rstrip() if is_tag else text
 
     def _open(self, at: int, length: int, pieces: list[OutputPiece]) -> None:
         """Begin a block at its opening tag, or take the tag as content if it is quoted."""

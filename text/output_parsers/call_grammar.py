@@ -90,89 +90,79 @@ class CallGrammar:
         """
         properties, required = _arguments_of(schema)
         padding = "\n" if marks.is_padded else ""
+        end = f"{padding}{marks.value_end}"
         parts = []
         for name, described in properties.items():
             if not _KEY.fullmatch(name):
                 raise NoGrammarError
-            is_text = types_of(described, schema) == {"string"}
-            named = key.format(name, "true" if is_text else "false")
-            behind = between if marks.value else ""
-            before = f"{marks.argument}{named}{marks.key_end}{behind}{marks.value}{padding}"
-            end = f"{padding}{marks.value_end}"
-            value = self._value(described, schema, end)
-            part = self._rule(f"{self.text(before)} {value} {self.text(between)}")
-            parts.append(part if name in required else f"{part}?")
-        return " ".join(parts) or '""'
+            texts, others = self._alternatives(described, schema, end)
+            by_key: dict[str, list[str]] = {}
+            """The values by the text before them, which may tell whether the value is a string."""
+            for is_text, one in [("true", one) for one in texts] + [
+                ("false", one) for one in others
+            ]:
+                by_key.setdefault(key.format(name, is_text), []).append(one)
+            written = []
+            for named, values in by_key.items():
+                behind = between if marks.value else ""
+                before = f"{marks.argument}{named}{marks.key_end}{behind}{marks.value}{padding}"
+                written.append(self.sequence(self.text(before), self.one_of(values)))
+            part = self.sequence(self.one_of(written), self.text(between))
+            parts.append(part if name in required else f"({part})?")
+        return self.sequence(*parts) or '""'
 
     def value(self, described: Schema, root: Schema) -> str:
         """A value by a part of a schema, in JSON."""
         shared = {name: root[name] for name in _DEFINITIONS if name in root}
         return self.json({**shared, **described})
 
-    def _value(self, described: Any, root: Schema, end: str) -> str:
-        """A value between tags, and the text of its end."""
-        texts, others = self._alternatives(described, root, end)
-        if others is not None:
-            texts.append(f"{self.value(others, root)} {self.text(end)}")
-        return self.one_of(texts)
-
-    def _alternatives(
-        self, described: Any, root: Schema, end: str
-    ) -> tuple[list[str], dict[str, Any] | None]:
-        """The texts that a value may be, each with its end, and the schema of any other value."""
+    def _alternatives(self, described: Any, root: Schema, end: str) -> tuple[list[str], list[str]]:
+        """The texts that a value may be, and its values in JSON, each with its end."""
         self._num_looked_at += 1
         if not isinstance(described, Mapping) or self._num_looked_at > _MOST_RULES:
             raise NoGrammarError
+
+        def in_json(schema: Schema) -> list[str]:
+            return [self.sequence(self.value(schema, root), self.text(end))]
+
         if "string" not in types_of(described, root):
-            return [], dict(described)
+            return [], in_json(described)
         inner = followed(described, root)
         if inner is not None and len(described) == 1:
             return self._alternatives(inner, root, end)
         values = [described["const"]] if "const" in described else described.get("enum")
-        if isinstance(values, list):
-            if described.keys() - {"enum", "const", "type"}:
-                raise NoGrammarError
-            texts = [self.text(one + end) for one in values if isinstance(one, str)]
+        if isinstance(values, list) and not described.keys() - {"enum", "const", "type"}:
             others = [one for one in values if not isinstance(one, str)]
-            return texts, {"enum": others} if others else None
+            texts = [self.text(one + end) for one in values if isinstance(one, str)]
+            return texts, in_json({"enum": others}) if others else []
         for name in ("anyOf", "oneOf"):
             if described.keys() == {name} and isinstance(described[name], list):
                 each = [self._alternatives(one, root, end) for one in described[name]]
-                others = [other for _, other in each if other is not None]
-                return [one for texts, _ in each for one in texts], (
-                    {"anyOf": others} if others else None
-                )
-        if not described:  # any value: a text stands for all
-            return [self._text_until(end)], None
-        if isinstance(described.get("type"), list):
-            if len(described) > 1:
-                raise NoGrammarError
-            rest = [one for one in described["type"] if one != "string"]
-            return [self._text_until(end)], {"type": rest} if rest else None
-        if described.get("type") != "string" or described.keys() - _OF_TEXT:
+                return [one for texts, _ in each for one in texts], [
+                    one for _, others in each for one in others
+                ]
+        types = described.get("type")
+        if not described or (isinstance(types, list) and len(described) == 1):
+            rest = [one for one in types or () if one != "string"]
+            return [self._text_until(end)], in_json({"type": rest}) if rest else []
+        if types != "string" or described.keys() - _OF_TEXT:
             raise NoGrammarError
-        return [self._text_until(end, described)], None
+        return [self._text_until(end, described)], []
 
     def _text_until(self, end: str, bounds: Mapping[str, Any] | None = None) -> str:
         """A text within the bounds of a string's schema, and its end, which it does not have."""
         bounds = bounds or {}
-        if len(bounds.keys() - {"type"}) == 0 and self._parts_of(end) == [end]:
-            number = len(self._rules)
-            self._rules.append(f"until_{number}[suffix={json.dumps(end)}]: /{_ANY_TEXT}*/")
-            return f"until_{number}"
         least, most = bounds.get("minLength", 0), bounds.get("maxLength", "")
-        conditions = [
-            f"/{_ANY_TEXT}{{{least},{most}}}/",
-            f"~/{_ANY_TEXT}*{_escaped(end)}{_ANY_TEXT}*/",
-        ]
+        conditions = [f"/{_ANY_TEXT}{{{least},{most}}}/"]
         if "pattern" in bounds:
             conditions.append(_searched(bounds["pattern"]))
         number = len(self._rules)
+        is_special = self._parts_of(end) != [end]
         self._rules.append(f"TEXT_{number}: {' & '.join(conditions)}")
-        if self._parts_of(end) != [end]:
+        if is_special:
             return f"TEXT_{number} {self.text(end)}"
-        self._rules.append(f"UNTIL_{number}: TEXT_{number} {_quoted(end)}")
-        return f"UNTIL_{number}"
+        self._rules.append(f"until_{number}[suffix={json.dumps(end)}]: TEXT_{number}")
+        return f"until_{number}"
 
     def _parts_of(self, text: str) -> list[str]:
         return self._parts.split(text) if self._parts is not None else [text]
@@ -239,11 +229,6 @@ def invocation(grammar: CallGrammar, marks: Marks, key: str = "{}") -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _escaped(text: str) -> str:
-    """A text in a regular expression between slashes."""
-    return "".join(["\\n" if one == "\n" else re.escape(one).replace("/", "\\/") for one in text])
 
 
 def _searched(pattern: str) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Final, NoReturn
 
+IN_STRING: Final = re.compile(r'["\\]')
+"""The characters of a string in JSON that are none of its text."""
+_ARGUMENTS: Final = ('"arguments"', '"parameters"')
 _OTHER_KEYS: Final = ('"name"', '"type"', '"id"')
 """The members of a call beside its arguments."""
 
@@ -48,6 +52,13 @@ class JsonCall:
         """Take text up to the object's end, or to where it is bad; return the text behind that."""
         at = 0
         while at < len(text) and not (self.is_complete or self.is_bad):
+            if self._in_string and not self._escaped:
+                found = IN_STRING.search(text, at)
+                end = found.start() if found is not None else len(text)
+                if end > at:
+                    self._take_plain(text[at:end])
+                    at = end
+                    continue
             self._take(text[at])
             at += 1
         if self.is_bad:
@@ -64,13 +75,7 @@ class JsonCall:
 
     def _take(self, character: str) -> None:
         if self._in_string:
-            self._string.append(character)
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
+            self._take_in_string(character)
         elif self._depth == 0 and character != "{":
             self.is_bad = not character.isspace()
         elif character == '"':
@@ -89,9 +94,29 @@ class JsonCall:
             self._end_value()
         self._keep(character)
 
+    def _take_in_string(self, character: str) -> None:
+        if self._depth == 1:
+            self._string.append(character)
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+
+    def _take_plain(self, text: str) -> None:
+        """Take a part of a string, without quotes and backslashes."""
+        if self._depth == 1:
+            self._string.append(text)
+        if self._key == '"name"':
+            self._named.append(text)
+        elif self._key in _ARGUMENTS:
+            self._new += [*self._space, text]
+            self._space = []
+
     def _begin_value(self) -> None:
         self._key = "".join(self._string)
-        if self._key in ('"arguments"', '"parameters"'):
+        if self._key in _ARGUMENTS:
             if self._has_arguments:  # the first arguments count: what was told of them stays
                 self._key = ""
             self._has_arguments = True
@@ -103,7 +128,7 @@ class JsonCall:
         """Add a character to the value that it is a part of."""
         if self._key == '"name"':
             self._named.append(character)
-        elif self._key in ('"arguments"', '"parameters"'):
+        elif self._key in _ARGUMENTS:
             if character.isspace():
                 self._space.append(character)
                 return

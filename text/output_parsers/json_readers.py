@@ -7,10 +7,9 @@ from collections.abc import Callable, Generator
 from typing import Final
 
 from kvrelay.text.output_parsers.call_blocks import Reader, Reading, Source, ToldCalls
-from kvrelay.text.output_parsers.json_calls import JsonCall, unwrapped
+from kvrelay.text.output_parsers.json_calls import IN_STRING, JsonCall, unwrapped
 
 _OUTSIDE: Final = re.compile(r'["{}\[\]]')
-_INSIDE: Final = re.compile(r'["\\]')
 
 
 class _JsonValue:
@@ -30,7 +29,7 @@ class _JsonValue:
         if self._escaped and text:
             self._escaped, at = False, 1
         while not self.is_complete:
-            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, at)
+            found = (IN_STRING if self._in_string else _OUTSIDE).search(text, at)
             if found is None:
                 return ""
             at = found.end()
@@ -83,7 +82,7 @@ def read_arguments(
     first = yield from source.next_character()
     if first not in ("{", '"'):
         is_empty = bool((yield from source.skip("null"))) or first in ("<", "[", "`")
-        if not is_empty and (first or source.is_cut):
+        if source.is_cut or not (is_empty or not first):
             return False
         calls.begin(name, call_id)
         return end_call(source, calls)

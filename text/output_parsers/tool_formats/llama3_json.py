@@ -67,7 +67,6 @@ def json_calls_parser(schemas: Schemas, is_whole: bool) -> BlockParser:
             if not (yield from source.skip("{")):
                 return source.has_ended or not has_more
             source.give_back("{")
-            source.is_text = True
         return False
 
     return BlockParser(opening, read, is_whole=is_whole)

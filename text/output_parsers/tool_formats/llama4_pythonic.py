@@ -20,12 +20,18 @@ _MOST: Final = 16 << 10
 
 
 def _read(source: Source, calls: ToldCalls) -> Reading:
-    text, tag = yield from source.until(_CLOSE, most=_MOST)
-    if not tag and (source.is_cut or not source.has_ended):
-        return False
-    parser = PythonicParser()
-    pieces = [*parser.push(text), *parser.finish()]
-    if any(piece.content for piece in pieces):
+    text, has_more = "", True
+    pieces: list[OutputPiece] = []
+    while has_more and not pieces:  # a closing tag within a string ends nothing
+        part, tag = yield from source.until(_CLOSE, most=_MOST - len(text))
+        if not tag and (source.is_cut or not source.has_ended):
+            return False
+        parser = PythonicParser()
+        pieces = [*parser.push(text + part), *parser.finish()]
+        if any(piece.content for piece in pieces):
+            pieces = []
+        text, has_more = text + part + tag, bool(tag)
+    if not pieces:
         return False
     for piece in pieces:
         if piece.name:
