@@ -270,6 +270,7 @@ def tokenizer() -> Tokenizer:
     special = {tag for one in FORMATS.values() for tag in one.tags if tag[0] in "<["}
     special -= {"[weather", "[TOOL_CALLS]", "<tool_call>", "<arg_key>"}
     made.add_special_tokens([AddedToken(one, special=True) for one in sorted(special)])
+    made.add_tokens([AddedToken(one) for one in ("｜DSML｜", "<tool_call>", "<arg_key>")])
     return made
 
 

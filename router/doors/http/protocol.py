@@ -199,19 +199,37 @@ _Content = Annotated[
 ]
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of an earlier call: an object to a template, or JSON where it makes text of it.
+
+    Templates of some models expect the one, and those of others the other.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return f"{self}{other}"
+
+    def __radd__(self, other: str) -> str:
+        return f"{other}{self}"
+
+
 def _parse_arguments(given: Any) -> Any:
     """Return the arguments of a call as the object that templates expect, or as they came.
 
     A call that was cut off, or that a model has written wrong, stays in its conversation.
     """
     if given is None or given == "":
-        return {}
+        return CallArguments()
     if not isinstance(given, str | dict):
         raise ValueError("must be a text, or an object")
-    if isinstance(given, dict) or not is_json(given):
+    if isinstance(given, dict):
+        return CallArguments(given)
+    if not is_json(given):
         return given
     read = json.loads(given)
-    return {} if read is None else read if isinstance(read, dict) else given
+    return CallArguments(read or {}) if read is None or isinstance(read, dict) else given
 
 
 _Arguments = Annotated[
@@ -222,7 +240,7 @@ _Arguments = Annotated[
 class FunctionCall(OpenObject):
     """The function of a call of an earlier turn, and its arguments."""
 
-    arguments: _Arguments = Field(default_factory=dict)
+    arguments: _Arguments = Field(default_factory=CallArguments)
 
 
 class MessageToolCall(OpenObject):

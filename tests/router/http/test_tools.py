@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -306,6 +307,61 @@ async def test_a_tool_that_must_be_called(
         assert json.loads(sent)["minItems"] == 1
 
 
+KIMI = "{{ tools }}<|tool_call_argument_begin|>"
+KIMI_CALLS = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:3"
+    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>"
+)
+QWEN = "{{ tools }}<tool_call><function="
+QWEN_CALLS = (
+    '<tool_call>\n<function=weather>\n<parameter=city>\nKöln "am" Rhein\n</parameter>\n'
+    "</function>\n</tool_call>"
+)
+MISTRAL = "{{ tools }}[TOOL_CALLS][ARGS]"
+MISTRAL_CALLS = f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"
+
+
+@pytest.mark.parametrize(("template", "text", "call_id"), [
+    (KIMI, KIMI_CALLS, "functions.weather:3"),
+    (QWEN, QWEN_CALLS, "call_[0-9a-f]{32}"),
+    (MISTRAL, MISTRAL_CALLS, "[A-Za-z0-9]{9}"),
+])  # fmt: skip
+async def test_a_call_in_the_models_own_format(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, template: str, text: str,
+    call_id: str,
+) -> None:  # fmt: skip
+    """By choice and by force, with an id that the model's template takes."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with served(config, tmp_path, template) as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying(text, tokenizer)
+        for choice, reason in (("auto", "tool_calls"), ("required", "tool_calls"), (named, "stop")):
+            answer = await ask(client, tool_choice=choice)
+            message, ended = whole(answer)
+            assert [(name, json.loads(given)) for name, given in message["calls"]] == [
+                ("weather", json.loads(ARGUMENTS))
+            ]
+            assert (message["content"], ended) == ("", reason)
+            assert re.fullmatch(call_id, answer.choices[0].message.tool_calls[0].id)
+            assert await streamed(client, tool_choice=choice) == (message, reason)
+            sent = worker.submits[-1].sampling_params
+            assert sent.structured_output.HasField("grammar") is (choice != "auto")
+            assert not sent.skip_special_tokens
+
+
+async def test_a_form_that_the_format_cannot_tell_is_json(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Texts between tags can keep no format of a string, such as a date."""
+    parameters = {"properties": {"day": {"type": "string", "format": "date"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    async with served(config, tmp_path, QWEN) as (cluster, client):
+        cluster.workers[0].on_submit = saying('[{"name":"f","parameters":{}}]', tokenizer)
+        message, _ = whole(await ask(client, tools=tools, tool_choice="required"))
+        assert message["calls"] == [["f", "{}"]]
+        assert cluster.workers[0].submits[0].sampling_params.structured_output.json_schema
+
+
 async def test_a_call_that_was_cut_off_is_none(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -371,6 +427,12 @@ async def test_earlier_calls_are_shown_to_the_template(
         assert whole(await ask(client, messages=messages))[0]["content"] == "Sun."
         prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
         assert prompt.endswith('<assistant>Köln "am" Rhein<tool>sun')
+    template = "{{ '<' + messages[1].tool_calls[0].function.arguments + '>' }}"
+    async with served(config, tmp_path, template) as (cluster, client):  # as DeepSeek's does
+        cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+        await ask(client, messages=messages, tools=openai.omit)
+        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+        assert prompt == f"<{ARGUMENTS}>"
 
 
 @pytest.mark.parametrize(
