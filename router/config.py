@@ -51,7 +51,17 @@ class ReasoningFormat(StrEnum):
     NONE = "none"
     """No parser: reasoning stays in the content."""
     THINK = "think"
-    """Reasoning between <think> and </think>, as Qwen 3 and DeepSeek-R1 write it."""
+    """Reasoning between <think> and </think>."""
+    DEEPSEEK_R1 = "deepseek_r1"
+    DEEPSEEK_V3 = "deepseek_v3"
+    GLM45 = "glm45"
+    GRANITE = "granite"
+    KIMI_K2 = "kimi_k2"
+    MINIMAX_M2 = "minimax_m2"
+    MISTRAL = "mistral"
+    OPENAI_GPTOSS = "openai_gptoss"
+    """Reasoning in the channel analysis of harmony."""
+    QWEN3 = "qwen3"
 
 
 class PlacementMode(StrEnum):
@@ -170,8 +180,8 @@ class RouterOptions(ObservingOptions):
     )
     reasoning_parser: ReasoningFormat = option(
         ReasoningFormat.AUTO,
-        "How reasoning is found in a chat's output: auto looks for it between <think> and </think> "
-        "if the chat template has these, none leaves it in the content.",
+        "How reasoning is found in a chat's output: auto looks for the tags that the chat template "
+        "has, none leaves it in the content.",
         Section.MODEL,
     )
     http_origins: str = option(

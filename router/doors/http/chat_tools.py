@@ -27,7 +27,13 @@ from kvrelay.text.output_parsers.plain import (
     NamedCallParser,
 )
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.text.output_parsers.reasoning_tags import (
+    REASONING_TAGS,
+    ReasoningTags,
+    reasoning_tags_of,
+)
 from kvrelay.text.output_parsers.tool_format import ToolFormat
+from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY
 from kvrelay.text.output_parsers.tool_formats.llama3_json import json_calls_parser
 from kvrelay.v1 import inference_pb2
 
@@ -45,8 +51,8 @@ class Dialect:
     tools: ToolFormat | None
     """The format of tool calls; None: it is unknown."""
     calls_are_parsed: bool
-    reasons: bool
-    """Whether its output may begin with reasoning."""
+    reasoning: ReasoningTags | None
+    """The tags of the reasoning that its output may begin with; None: it has none."""
 
     @classmethod
     def of(cls, config: RouterConfig, template: ChatTemplate | None) -> Dialect:
@@ -55,10 +61,11 @@ class Dialect:
         wanted, reasoning = config.tool_call_parser, config.reasoning_parser
         is_shown = wanted is ToolParser.AUTO
         tools = format_of(source) if is_shown else TOOL_FORMATS.get(wanted.value)
-        reasons = reasoning is ReasoningFormat.THINK
-        if reasoning is ReasoningFormat.AUTO:
-            reasons = ReasoningParser.OPEN in source
-        return cls(template, tools, wanted is not ToolParser.NONE, reasons)
+        if is_shown and reasoning is ReasoningFormat.OPENAI_GPTOSS:
+            tools = HARMONY
+        is_shown = reasoning is ReasoningFormat.AUTO
+        tags = reasoning_tags_of(source) if is_shown else REASONING_TAGS.get(reasoning.value)
+        return cls(template, tools, wanted is not ToolParser.NONE, tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class Tools:
 
 
 def speaker(
-    tools: Tools, dialect: Dialect, prompt: ChatPrompt, *, has_form: bool
+    tools: Tools, dialect: Dialect, prompt: ChatPrompt, *, has_form: bool, separates: bool
 ) -> MakeParser | None:
     """Return a function that makes a parser of an output; None: all of it is content.
 
@@ -106,10 +113,11 @@ def speaker(
         dialect: the model's dialect.
         prompt: the prompt, which is rendered before a parser is made.
         has_form: whether the output has a structured form.
+        separates: whether reasoning is told apart from content.
     """
     make = tools.parser(dialect)
-    tells_reasoning = dialect.tools is not None and dialect.tools.tells_reasoning
-    if not dialect.reasons or has_form or tells_reasoning:
+    tags, in_calls = dialect.reasoning, dialect.tools is not None and dialect.tools.tells_reasoning
+    if tags is None or not separates or has_form or in_calls:
         return make
 
     def make_speaker(is_whole: bool) -> OutputParser:
@@ -117,6 +125,7 @@ def speaker(
             make(is_whole) if make is not None else ContentParser(),
             begins_inside=prompt.ends_in_reasoning,
             skips_space=not prompt.ends_in_words,
+            form=tags,
         )
 
     return make_speaker
@@ -142,6 +151,8 @@ def read_tools(
     tools, choice = body.tools or [], body.tool_choice or "auto"
     may_call = bool(tools) and choice == "auto"
     has_tags = dialect.tools is not None and (may_call or dialect.tools.tells_reasoning)
+    tags = dialect.reasoning
+    has_tags = has_tags or (tags is not None and bool(special.keys() & {tags.open, tags.close}))
     if has_tags and not params.HasField("skip_special_tokens"):
         params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
     if not tools:

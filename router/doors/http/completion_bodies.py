@@ -12,6 +12,7 @@ from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TokenPromp
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.callers import Caller
 from kvrelay.router.doors.http.answers import Shown
+from kvrelay.router.doors.http.chat_parts import ToldReasoning
 from kvrelay.router.doors.http.chat_prompt import read_chat
 from kvrelay.router.doors.http.chat_tools import Dialect, read_tools, speaker
 from kvrelay.router.doors.http.logprobs_answer import TokenNames
@@ -130,17 +131,37 @@ def read_chat_completion(
     if tools.named or tools.required:
         forms = (FIELD, *(f"{FIELD}.{form}" for form in _FORMS))
         asked_as = dict.fromkeys(forms, "tools")
-    prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown)
+    prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown, dialect.reasoning)
     if body.top_logprobs and not body.logprobs:
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     call = _make_call(body, texts, params, [prompt], [prompt.num_bytes], logprobs)
-    parser = speaker(tools, dialect, prompt, has_form=params.HasField(FIELD))
-    shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
+    parser = speaker(
+        tools,
+        dialect,
+        prompt,
+        has_form=params.HasField(FIELD),
+        separates=body.separate_reasoning is not False,
+    )
+    shown = replace(
+        call.shown,
+        parser=parser,
+        ends_by_calls=not tools.named,
+        reasoning=_told_reasoning(body),
+    )
     if dialect.tools is not None:
         shown = replace(shown, new_call_id=dialect.tools.new_id)
     renamed = {name: asked for name, asked in _IN_CHATS.items() if getattr(body, asked) is not None}
     return replace(call, asked_as={**asked_as, **renamed}, shown=shown, output=OutputLimit.OPEN)
+
+
+def _told_reasoning(body: ChatCompletionRequest) -> ToldReasoning:
+    """Return how the reasoning of a chat is told."""
+    if body.include_reasoning is False:
+        return ToldReasoning.NEVER
+    if body.separate_reasoning is False:
+        return ToldReasoning.AS_CONTENT
+    return ToldReasoning.AT_ITS_END if body.stream_reasoning is False else ToldReasoning.AS_IT_COMES
 
 
 def read_open_session(body: SessionRequest) -> inference_pb2.OpenSessionRequest:

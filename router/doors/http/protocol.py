@@ -306,6 +306,8 @@ class ChatFields(RequestBody):
     tools: _Tools | None = None
     chat_template: Annotated[Any, Only()] = None
     chat_template_kwargs: Object | None = None
+    chat_template_args: Object | None = None
+    enable_thinking: bool | None = None
     documents: Annotated[Any, Only([])] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
@@ -319,6 +321,9 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     """The body of /v1/chat/completions."""
 
     max_completion_tokens: UInt32 | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
