@@ -149,6 +149,14 @@ class CallGrammar:
             raise NoGrammarError
         return [self._text_until(end, described)], []
 
+    def up_to(self, text: str, end: str) -> str:
+        """A text, a regular expression of which is given, up to where another first comes."""
+        if self._parts_of(end) != [end]:
+            return self.sequence(text, self.text(end))
+        number = len(self._rules)
+        self._rules.append(f"lazy_{number}[lazy]: {text} {_quoted(end)}")
+        return f"lazy_{number}"
+
     def _text_until(self, end: str, bounds: Mapping[str, Any] | None = None) -> str:
         """A text within the bounds of a string's schema, and its end, which it does not have."""
         bounds = bounds or {}

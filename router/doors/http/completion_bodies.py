@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -25,6 +26,7 @@ from kvrelay.router.doors.http.protocol import (
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.encoding import encode
+from kvrelay.text.structural_tag import StructuralTagError, structural_tag_grammar
 from kvrelay.v1 import inference_pb2
 
 _ANY_OBJECT: Final = '{"type": "object"}'
@@ -108,7 +110,7 @@ def read_completion(body: CompletionRequest, texts: Texts) -> Call:
     prompt_alone = bool(body.echo) and body.max_tokens == 0
     if prompt_alone:
         params.max_tokens = 1  # is generated, and left out of the answer
-    asked_as = _set_structure(body, params)
+    asked_as = _set_structure(body, params, texts)
     echo = bool(body.echo)
     call = _make_call(body, texts, params, prompts, sizes, body.logprobs, echo=echo)
     if call.message.session_id and len(prompts) > 1:
@@ -126,7 +128,7 @@ def read_chat_completion(
     params = body.sampling_params()
     if body.max_completion_tokens is not None:
         params.max_tokens = body.max_completion_tokens
-    asked_as = dict(_set_structure(body, params))
+    asked_as = dict(_set_structure(body, params, texts))
     tools = read_tools(body, dialect, params, texts.of_tokens.special_ids)
     if tools.named or tools.required:
         forms = (FIELD, *(f"{FIELD}.{form}" for form in _FORMS))
@@ -220,16 +222,17 @@ def _make_call(
 
 
 def _set_structure(
-    body: GenerationFields, params: inference_pb2.SamplingParams
+    body: GenerationFields, params: inference_pb2.SamplingParams, texts: Texts
 ) -> Mapping[str, str]:
     """Set the structured output that one of the body's members asks for.
 
     Returns:
         the body's names of the fields that are set in `params`.
     """
-    given = [one for one in _structures(body) if one[2] not in (None, [])]
+    special = texts.of_tokens.special_ids
+    given = [one for one in _structures(body, special) if one[2] not in (None, [])]
     if body.structured_outputs is not None and not any("structured" in one[0] for one in given):
-        names = "json, regex, choice, grammar or json_object"
+        names = "json, regex, choice, grammar, json_object or structural_tag"
         raise InvalidField("structured_outputs", f"must have {names}")
     if not given:
         return {}
@@ -241,7 +244,18 @@ def _set_structure(
     return {FIELD: name, f"{FIELD}.{form}": name}
 
 
-def _structures(body: GenerationFields) -> Iterator[tuple[str, str, Any]]:
+def _grammar_of(field: str, tag: Any, special: Mapping[str, int]) -> str:
+    """Return the grammar of a structural tag; raise `InvalidField`."""
+    try:
+        described = json.loads(tag) if isinstance(tag, str) else tag
+        return structural_tag_grammar(described, special)
+    except (StructuralTagError, ValueError, RecursionError) as error:
+        raise InvalidField(field, str(error)) from error
+
+
+def _structures(
+    body: GenerationFields, special: Mapping[str, int]
+) -> Iterator[tuple[str, str, Any]]:
     """Yield members that ask for a structure, each with its form in the message and its value."""
     response, wanted = body.response_format, body.structured_outputs
     if response is not None:
@@ -252,11 +266,18 @@ def _structures(body: GenerationFields) -> Iterator[tuple[str, str, Any]]:
             yield "response_format.json_schema.schema", "json_schema", described.json_schema
         elif described is not None:
             raise InvalidField("response_format.json_schema", f"is not allowed with {kind}")
+        elif kind == "structural_tag":
+            tag = {"structures": response.structures, "triggers": response.triggers}
+            tag = {"format": response.format} if response.format is not None else tag
+            yield "response_format", "grammar", _grammar_of("response_format", tag, special)
         elif kind == "json_object":
             yield "response_format", "json_schema", _ANY_OBJECT
     if wanted is not None:
         if wanted.json_object:
             yield "structured_outputs.json_object", "json_schema", _ANY_OBJECT
+        if wanted.structural_tag is not None:
+            name = "structured_outputs.structural_tag"
+            yield name, "grammar", _grammar_of(name, wanted.structural_tag, special)
         for form, name in _FORMS.items():
             yield f"structured_outputs.{name}", form, getattr(wanted, form)
     for form, name in _FORMS.items():

@@ -97,10 +97,13 @@ class ResponseFormat(RequestBody):
     """The form of an output, as OpenAI has it."""
 
     type: Annotated[
-        Literal["text", "json_object", "json_schema"],
-        Expected('must be "text", "json_object" or "json_schema"'),
+        Literal["text", "json_object", "json_schema", "structural_tag"],
+        Expected('must be "text", "json_object", "json_schema" or "structural_tag"'),
     ]
     json_schema: JsonSchemaResponseFormat | None = None
+    structures: Any = None
+    triggers: Any = None
+    format: Any = None
 
 
 class StructuredOutputsParams(RequestBody):
@@ -111,6 +114,7 @@ class StructuredOutputsParams(RequestBody):
     grammar: str | None = None
     choice: Strings | None = None
     json_object: bool | None = None
+    structural_tag: JsonSchema | None = None
 
 
 class GenerationFields(SamplingFields):
