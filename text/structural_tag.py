@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-from kvrelay.text.output_parsers.call_grammar import CallGrammar
-
-_ANY_TEXT: Final = r"/(.|\n)*/"
+from kvrelay.text.output_parsers.call_grammar import ANY_TEXT, CallGrammar
 
 
 class StructuralTagError(Exception):
@@ -61,10 +59,8 @@ def _lark(
     rests: dict[str, list[str]] = {}
     for tag in tags:
         begin, end = _text(_members(tag, "tags"), "begin"), _text(tag, "end")
-        trigger = next(
-            (one for one in triggers if isinstance(one, str) and one and begin.startswith(one)),
-            None,
-        )
+        fitting = [one for one in triggers if isinstance(one, str) and begin.startswith(one)]
+        trigger = next(filter(None, fitting), None)
         if trigger is None:
             raise StructuralTagError(f"no trigger begins {json.dumps(begin[:64])}")
         content = _content(grammar, _members(tag.get("content"), "content"))
@@ -74,14 +70,14 @@ def _lark(
         raise StructuralTagError("must have tags")
     tagged = grammar.one_of(_triggered(grammar, rests))
     if stop_after_first:
-        return grammar.lark(tagged if at_least_one else f"{tagged} | {_ANY_TEXT}")
-    return grammar.lark(f"{tagged}{'+' if at_least_one else '*'} {_ANY_TEXT}")
+        return grammar.lark(tagged if at_least_one else f"{tagged} | {ANY_TEXT}")
+    return grammar.lark(f"{tagged}{'+' if at_least_one else '*'} {ANY_TEXT}")
 
 
 def _triggered(grammar: CallGrammar, rests: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield, for each trigger, text up to it and one of its rests."""
     for trigger, each in rests.items():
-        before = grammar.up_to(_ANY_TEXT, trigger)
+        before = grammar.up_to(ANY_TEXT, trigger)
         yield grammar.sequence(before, grammar.one_of(each))
 
 

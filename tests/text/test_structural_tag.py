@@ -60,7 +60,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 def test_text_with_tags(
     described: Any, text: str, is_taken: bool, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    source = structural_tag_grammar(described, TokenTexts(tokenizer).special_ids)
+    source = structural_tag_grammar(described, TokenTexts(tokenizer).unspelled_ids)
     matcher = compiler.compile(StructuredOutput(grammar=source))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert (matcher.consume_tokens(ids) and matcher.is_accepting()) is is_taken

@@ -462,7 +462,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 def test_a_call_that_must_come_is_written_in_the_format(
     name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    special = TokenTexts(tokenizer).special_ids
+    special = TokenTexts(tokenizer).unspelled_ids
 
     def forced(most: int | None) -> Any:
         grammar = CallGrammar(SCHEMAS, most, special)
@@ -491,6 +491,29 @@ def test_a_call_that_must_come_is_written_in_the_format(
     assert not takes([("weather", {"city": "x", "note": "n" * 201})])
     assert not takes([("time", {"zone": "EST"})])
     assert not takes([("time", {"at": "noon"})])
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].opening])
+def test_a_call_that_may_come_is_held_to_its_schema(
+    name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """From its tag on; text before, between and behind is free, and may have tags of reasoning."""
+    form, write = TOOL_FORMATS[name], FORMATS[name].write
+    special = TokenTexts(tokenizer).unspelled_ids
+
+    def takes(text: str, most: int | None = None) -> bool:
+        grammar = CallGrammar(SCHEMAS, most, special, form.opening)
+        source = grammar.in_text(form.grammar(grammar), ["<|tool|>", "<think>"])
+        matcher = compiler.compile(StructuredOutput(grammar=source))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
+
+    assert takes("No call <b> [at] all.")
+    assert takes(f"<|tool|>Hm.<|tool|>I look.\n{write(TWO)}")
+    assert takes(f"{write(PLAIN)}\n{write(NO_ARGUMENTS)} Done.")
+    assert not takes(write([("weather", {"days": 3})]))
+    assert not takes(f"I look. {write([('other', {'city': 'x'})])}")
+    assert not takes(f"{write(PLAIN)}{write(PLAIN)}", most=1)
 
 
 @pytest.mark.parametrize("name", FORMATS)

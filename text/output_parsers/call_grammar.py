@@ -17,6 +17,8 @@ _OF_TEXT: Final = frozenset({"type", "minLength", "maxLength", "pattern"})
 _DEFINITIONS: Final = ("$defs", "definitions")
 _KEY: Final = re.compile(r"[^\s<>\"]+")
 _ANY_TEXT: Final = r"(.|\n)"
+ANY_TEXT: Final = f"/{_ANY_TEXT}*/"
+"""Any text, as a part of a grammar."""
 
 
 _MOST_RULES: Final = 5000
@@ -33,9 +35,15 @@ class CallGrammar:
         schemas: the schemas of the functions that may be called.
         most: the most calls; None: any number.
         special: the ids of the vocabulary's special tokens by their text, which no other token has.
+        opening: the text that begins calls, if it comes from elsewhere; empty: it is written here.
     """
 
-    def __init__(self, schemas: Schemas, most: int | None, special: Mapping[str, int]) -> None:
+    def __init__(
+        self, schemas: Schemas, most: int | None, special: Mapping[str, int], opening: str = ""
+    ) -> None:
+        self._opening = opening
+        self._is_opened = False
+        """A text was to begin with `opening`: if before `row` is called, each call has its own."""
         self.schemas = schemas
         self._most = most
         self._special = special
@@ -46,6 +54,13 @@ class CallGrammar:
         """The schemas of arguments that were looked at: references may lead round in circles."""
 
     def text(self, text: str) -> str:
+        """A fixed text of the format."""
+        if self._opening and text.startswith(self._opening):
+            self._is_opened = True
+            text = text.removeprefix(self._opening)
+        return self._fixed(text)
+
+    def _fixed(self, text: str) -> str:
         """A fixed text, whose special tokens are these."""
         parts, end = [], 0
         for found in self._parts.finditer(text) if self._parts is not None else ():
@@ -65,13 +80,28 @@ class CallGrammar:
         """A call of one of the functions, each written by `call` from its name and schema."""
         return self.one_of([call(name, schema) for name, schema in self.schemas.items()])
 
+    def in_text(self, calls: str, allowed: Iterable[str]) -> str:
+        """The whole grammar of any text with calls in it, from their opening on.
+
+        Where one call is the most, it ends the text.
+
+        Args:
+            calls: the calls behind an opening.
+            allowed: special tokens that the text may have.
+        """
+        tokens = [f"<[{self._special[one]}]>" for one in allowed if one in self._special]
+        free = f"({' | '.join([f'/{_ANY_TEXT}+/', *tokens])})*" if tokens else ""
+        held = self.sequence(free, self.up_to(ANY_TEXT, self._opening), calls)
+        text = free or ANY_TEXT
+        return self.lark(f"{held} | {text}" if self._most == 1 else f"({held})* {text}")
+
     def sequence(self, *parts: str) -> str:
         """One part after the other."""
         return " ".join([part for part in parts if part])
 
     def row(self, call: str, between: str = "") -> str:
         """One or more calls, with a fixed text between."""
-        if self._most == 1:
+        if self._most == 1 or self._is_opened:
             return call
         return f"{call} ({self.text(between)} {call})*"
 
@@ -133,7 +163,7 @@ class CallGrammar:
         values = [described["const"]] if "const" in described else described.get("enum")
         if isinstance(values, list) and not described.keys() - {"enum", "const", "type"}:
             others = [one for one in values if not isinstance(one, str)]
-            texts = [self.text(one + end) for one in values if isinstance(one, str)]
+            texts = [self._fixed(one + end) for one in values if isinstance(one, str)]
             return texts, in_json({"enum": others}) if others else []
         for name in ("anyOf", "oneOf"):
             if described.keys() == {name} and isinstance(described[name], list):
@@ -152,7 +182,7 @@ class CallGrammar:
     def up_to(self, text: str, end: str) -> str:
         """A text, a regular expression of which is given, up to where another first comes."""
         if self._parts_of(end) != [end]:
-            return self.sequence(text, self.text(end))
+            return self.sequence(text, self._fixed(end))
         number = len(self._rules)
         self._rules.append(f"lazy_{number}[lazy]: {text} {_quoted(end)}")
         return f"lazy_{number}"

@@ -35,6 +35,7 @@ from kvrelay.text.output_parsers.reasoning_tags import (
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY
 from kvrelay.text.output_parsers.tool_formats.llama3_json import json_calls_parser
+from kvrelay.text.token_texts import TokenTexts
 from kvrelay.v1 import inference_pb2
 
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf"}
@@ -81,9 +82,14 @@ class Tools:
     first_alone: bool = False
     """Whether only the first of the model's calls counts."""
     in_own_format: bool = False
-    """Whether a call that must come is written in the model's own format."""
+    """Whether a grammar holds calls to the model's own format and to their schemas."""
     schemas: Schemas = field(default_factory=dict)
     """The schemas of arguments by function."""
+
+    @property
+    def may_say_more(self) -> bool:
+        """Whether an output that a grammar holds to calls may have other text, and reasoning."""
+        return self.in_own_format and not (self.named or self.required)
 
     def parser(self, dialect: Dialect) -> MakeParser | None:
         """Return a function that makes a parser of tool calls; None: all output is content."""
@@ -135,7 +141,7 @@ def read_tools(
     body: ChatCompletionRequest,
     dialect: Dialect,
     params: inference_pb2.SamplingParams,
-    special: Mapping[str, int],
+    tokens: TokenTexts,
 ) -> Tools:
     """Convert `tools` and `tool_choice`; set the fields of `params` that calls need.
 
@@ -146,15 +152,12 @@ def read_tools(
         body: the body.
         dialect: the model's dialect.
         params: the parameters, which are changed.
-        special: the ids of the vocabulary's special tokens by their text.
+        tokens: the vocabulary.
     """
     tools, choice = body.tools or [], body.tool_choice or "auto"
-    may_call = bool(tools) and choice == "auto"
-    has_tags = dialect.tools is not None and (may_call or dialect.tools.tells_reasoning)
-    tags = dialect.reasoning
-    has_tags = has_tags or (tags is not None and bool(special.keys() & {tags.open, tags.close}))
+    has_tags = _has_tags(dialect, tokens, may_call=bool(tools) and choice == "auto")
     if has_tags and not params.HasField("skip_special_tokens"):
-        params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
+        params.skip_special_tokens = False
     if not tools:
         if choice not in ("auto", "none"):
             raise InvalidField("tool_choice", "is allowed with tools alone")
@@ -169,8 +172,15 @@ def read_tools(
                 "the chat template shows none, or in a form that is not known here: "
                 "--tool-call-parser names the form, and tool_choice can require a call",
             )
-        schemas = {name: one.get("parameters") or {} for name, one in functions.items()}
-        return Tools(tools, first_alone=body.parallel_tool_calls is False, schemas=schemas)
+        first_alone = body.parallel_tool_calls is False
+        return Tools(
+            tools,
+            first_alone=first_alone,
+            in_own_format=_hold_strict_calls(
+                functions, dialect, params, 1 if first_alone else None, tokens
+            ),
+            schemas={name: one.get("parameters") or {} for name, one in functions.items()},
+        )
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")
     name = "" if choice == "required" else choice.function.name
@@ -180,7 +190,7 @@ def read_tools(
     wanted = {name: functions[name]} if name else functions
     schemas = {one: arguments_of(function) for one, function in wanted.items()}
     most = 1 if name or body.parallel_tool_calls is False else None
-    grammar = _own_grammar(dialect, schemas, most, special)
+    grammar = _own_grammar(dialect, schemas, most, tokens)
     if grammar is not None:
         params.structured_output.grammar = grammar
         params.skip_special_tokens = False
@@ -192,15 +202,57 @@ def read_tools(
     return Tools(tools, named=name, required=not name, in_own_format=in_own_format, schemas=schemas)
 
 
+def _has_tags(dialect: Dialect, tokens: TokenTexts, *, may_call: bool) -> bool:
+    """Return whether tags must stay in an output, which are special in some vocabularies."""
+    form, tags = dialect.tools, dialect.reasoning
+    if form is not None and (may_call or form.tells_reasoning):
+        return True
+    return tags is not None and bool(tokens.special_ids.keys() & {tags.open, tags.close})
+
+
+def _hold_strict_calls(
+    functions: Mapping[str, Mapping[str, Any]],
+    dialect: Dialect,
+    params: inference_pb2.SamplingParams,
+    most: int | None,
+    tokens: TokenTexts,
+) -> bool:
+    """Hold calls that may come to their schemas if a tool is strict; return whether they are."""
+    is_strict = any(one.get("strict") is True for one in functions.values())
+    if not is_strict or params.HasField(FIELD):
+        return False
+    schemas = {name: arguments_of(one) for name, one in functions.items()}
+    grammar = _own_grammar(dialect, schemas, most, tokens, in_text=True)
+    if grammar is not None:
+        params.structured_output.grammar = grammar
+    return grammar is not None
+
+
 def _own_grammar(
-    dialect: Dialect, schemas: Schemas, most: int | None, special: Mapping[str, int]
+    dialect: Dialect,
+    schemas: Schemas,
+    most: int | None,
+    tokens: TokenTexts,
+    *,
+    in_text: bool = False,
 ) -> str | None:
-    """Return the grammar of calls in the model's own format; None: it cannot tell the schemas."""
-    if dialect.tools is None:
+    """Return the grammar of calls in the model's own format; None: it cannot tell the schemas.
+
+    Args:
+        dialect: the model's dialect.
+        schemas: the schemas of arguments by function.
+        most: the most calls; None: any number.
+        tokens: the vocabulary.
+        in_text: whether calls may come, in other text.
+    """
+    form, tags = dialect.tools, dialect.reasoning
+    if form is None or (in_text and not form.opening):
         return None
-    grammar = CallGrammar(schemas, most, special)
+    grammar = CallGrammar(schemas, most, tokens.unspelled_ids, form.opening if in_text else "")
     try:
-        written = grammar.lark(dialect.tools.grammar(grammar))
+        calls = form.grammar(grammar)
+        allowed = (tags.open, tags.close) if tags is not None else ()
+        written = grammar.in_text(calls, allowed) if in_text else grammar.lark(calls)
     except NoGrammarError:
         return None
     return written if len(written.encode()) <= MAX_GRAMMAR_BYTES else None

@@ -129,8 +129,8 @@ def read_chat_completion(
     if body.max_completion_tokens is not None:
         params.max_tokens = body.max_completion_tokens
     asked_as = dict(_set_structure(body, params, texts))
-    tools = read_tools(body, dialect, params, texts.of_tokens.special_ids)
-    if tools.named or tools.required:
+    tools = read_tools(body, dialect, params, texts.of_tokens)
+    if tools.named or tools.required or tools.in_own_format:
         forms = (FIELD, *(f"{FIELD}.{form}" for form in _FORMS))
         asked_as = dict.fromkeys(forms, "tools")
     prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown, dialect.reasoning)
@@ -142,7 +142,7 @@ def read_chat_completion(
         tools,
         dialect,
         prompt,
-        has_form=params.HasField(FIELD),
+        has_form=params.HasField(FIELD) and not tools.may_say_more,
         separates=body.separate_reasoning is not False,
     )
     shown = replace(
@@ -229,7 +229,7 @@ def _set_structure(
     Returns:
         the body's names of the fields that are set in `params`.
     """
-    special = texts.of_tokens.special_ids
+    special = texts.of_tokens.unspelled_ids
     given = [one for one in _structures(body, special) if one[2] not in (None, [])]
     if body.structured_outputs is not None and not any("structured" in one[0] for one in given):
         names = "json, regex, choice, grammar, json_object or structural_tag"

@@ -349,6 +349,55 @@ async def test_a_call_in_the_models_own_format(
             assert not sent.skip_special_tokens
 
 
+async def test_strict_calls_that_may_come(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A grammar holds them to their schemas, and the output still has reasoning and text."""
+    strict = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]
+    text = f"<think>Hm.</think>I look.\n{CALLS}"
+    async with served(config, tmp_path, HERMES + "{# <think> #}") as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying(text, tokenizer)
+        message, reason = whole(await ask(client, tools=strict))
+        assert (message["reasoning"], reason) == ("Hm.", "tool_calls")
+        assert message["content"] == "I look.\nI look."
+        grammar = worker.submits[0].sampling_params.structured_output.grammar
+        compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(grammar=grammar))
+        for said, is_good in ((text.partition("\n<tool_call>\n{\"name\": \"time")[0], True),
+                              (text.replace("city", "town"), False)):  # fmt: skip
+            matcher = compiled.deep_copy()
+            taken = matcher.consume_tokens(list(said.encode())) and matcher.is_accepting()
+            assert taken is is_good
+        await ask(client)
+        assert not worker.submits[-1].sampling_params.HasField("structured_output")
+        bad = {**BAD, "strict": True}
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            await ask(client, tools=[{"type": "function", "function": bad}])
+
+
+async def test_structural_tags_are_forms(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    structures = [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]
+    tag = {"type": "structural_tag", "structures": structures, "triggers": ["<f"]}
+    async with served(config, tmp_path) as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying("a<f>1</f>", tokenizer)
+        for form in ({"response_format": tag}, {"structured_outputs": {"structural_tag": tag}},
+                     {"structured_outputs": {"structural_tag": json.dumps(tag)}}):  # fmt: skip
+            answer = await ask(client, tools=openai.omit, extra_body=form)
+            assert answer.choices[0].message.content == "a<f>1</f>"
+        grammars = {one.sampling_params.structured_output.grammar for one in worker.submits}
+        assert len(grammars) == 1
+        assert "<f" in grammars.pop()
+        for place, form in (("response_format", {"response_format": {**tag, "triggers": ["x"]}}),
+                            ("structured_outputs.structural_tag",
+                             {"structured_outputs": {"structural_tag": {}}})):  # fmt: skip
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(client, tools=openai.omit, extra_body=form)
+            assert refused.value.param == place
+
+
 async def test_a_form_that_the_format_cannot_tell_is_json(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

@@ -85,5 +85,9 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 DEEPSEEK_V3: Final = ToolFormat(
-    "deepseek_v3", parser, _grammar, lambda template: BETWEEN in template and "```json" in template
+    "deepseek_v3",
+    parser,
+    _grammar,
+    lambda template: BETWEEN in template and "```json" in template,
+    OPEN,
 )

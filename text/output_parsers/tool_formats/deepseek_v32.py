@@ -45,7 +45,9 @@ def _format(name: str) -> ToolFormat:
         calls = grammar.row(invocation(grammar, _MARKS, '{}" string="{}"'))
         return grammar.sequence(grammar.text(f"{opening}\n"), calls, grammar.text(close))
 
-    return ToolFormat(name, parser, grammar, lambda template: f"{_MARK}{block}" in template)
+    return ToolFormat(
+        name, parser, grammar, lambda template: f"{_MARK}{block}" in template, opening
+    )
 
 
 DEEPSEEK_V32: Final = _format("deepseek_v32")

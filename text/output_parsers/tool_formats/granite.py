@@ -32,4 +32,5 @@ GRANITE: Final = ToolFormat(
     _parser,
     _grammar,
     lambda template: _OPEN in template or "<function_call>" in template,
+    _OPEN,
 )

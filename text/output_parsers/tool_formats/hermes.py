@@ -24,5 +24,9 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 HERMES: Final = ToolFormat(
-    "hermes", _parser, _grammar, lambda template: _OPEN in template and '"arguments"' in template
+    "hermes",
+    _parser,
+    _grammar,
+    lambda template: _OPEN in template and '"arguments"' in template,
+    _OPEN,
 )

@@ -109,7 +109,8 @@ def _literal(grammar: CallGrammar, described: Any, root: Schema) -> str:
 
 
 def _tagged_grammar(grammar: CallGrammar) -> str:
-    return grammar.sequence(grammar.text(_OPEN), _bare_grammar(grammar), grammar.text(_CLOSE))
+    calls = _bare_grammar(grammar)
+    return grammar.sequence(grammar.text(_OPEN), calls, grammar.text(_CLOSE))
 
 
 PYTHONIC: Final = ToolFormat(
@@ -123,4 +124,5 @@ LLAMA4_PYTHONIC: Final = ToolFormat(
     lambda _schemas, is_whole: Llama4Parser(is_whole=is_whole),
     _tagged_grammar,
     lambda template: _OPEN in template,
+    _OPEN,
 )

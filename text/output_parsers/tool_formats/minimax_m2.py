@@ -32,4 +32,6 @@ def _grammar(grammar: CallGrammar) -> str:
     return grammar.sequence(grammar.text(f"{_OPEN}\n"), calls, grammar.text(_CLOSE))
 
 
-MINIMAX_M2: Final = ToolFormat("minimax_m2", _parser, _grammar, lambda template: _OPEN in template)
+MINIMAX_M2: Final = ToolFormat(
+    "minimax_m2", _parser, _grammar, lambda template: _OPEN in template, _OPEN
+)

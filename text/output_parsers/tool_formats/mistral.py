@@ -64,8 +64,9 @@ MISTRAL: Final = ToolFormat(
     _parser,
     _new_grammar,
     lambda template: _OPEN in template and _ARGUMENTS in template,
+    _OPEN,
     new_id=_new_id,
 )
 MISTRAL_LIST: Final = ToolFormat(
-    "mistral_list", _parser, _old_grammar, lambda template: _OPEN in template, new_id=_new_id
+    "mistral_list", _parser, _old_grammar, lambda template: _OPEN in template, _OPEN, new_id=_new_id
 )

@@ -23,4 +23,6 @@ def _grammar(grammar: CallGrammar) -> str:
     return grammar.sequence(grammar.text(f"{_OPEN}["), calls, grammar.text(f"]{_CLOSE}"))
 
 
-NEMOTRON: Final = ToolFormat("nemotron_json", _parser, _grammar, lambda template: _OPEN in template)
+NEMOTRON: Final = ToolFormat(
+    "nemotron_json", _parser, _grammar, lambda template: _OPEN in template, _OPEN
+)

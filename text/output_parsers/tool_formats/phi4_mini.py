@@ -33,4 +33,5 @@ PHI4_MINI: Final = ToolFormat(
     _parser,
     _grammar,
     lambda template: _WORD in template or "<|/tool|>" in template,
+    _WORD,
 )
