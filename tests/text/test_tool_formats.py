@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from types import FrameType
 from typing import Any
 
@@ -17,6 +19,7 @@ from kvrelay.router.config import ToolParser
 from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.text.output_parsers.call_grammar import CallGrammar
 from kvrelay.text.output_parsers.formats import TOOL_FORMATS, format_of
+from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 from kvrelay.text.token_texts import TokenTexts
 from kvrelay.wire.submit import StructuredOutput
@@ -376,6 +379,25 @@ def test_markup_in_quotes_is_no_call(name: str) -> None:
     written = FORMATS[name].write(ends)
     for chunks in ([written], list(written)):
         assert read(name, chunks) == ("", ends)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_text_is_read_alike_however_it_is_cut(name: str) -> None:
+    random, form = Random(name), FORMATS[name]
+    text = form.write(TWO)
+    parts = [text, form.write(PLAIN), *form.tags, *re.findall(r"<[^<>]*>|\[[A-Z]+\]", text)]
+    parts += ["{", "}", '"', "[", "]", "`", ",", ";", ":", " ", "\n", "x", "null", "weather", "<"]
+    for is_whole, is_cut in ((False, False), (True, False), (True, True)):
+        for _ in range(40):
+            text = "".join(random.choices(parts, k=random.randint(1, 9)))
+            at = random.randint(0, len(text))
+            expected, *others = [
+                parse(parser_of(name, is_whole=is_whole), chunks, is_cut=is_cut)
+                for chunks in ([text], list(text), [text[:at], text[at:]])
+            ]
+            assert others == [expected] * 2, text
+            if is_whole:
+                assert all(is_json(arguments) for _, arguments in expected[1])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -312,6 +312,7 @@ class BlockParser:
         """Begin a block at its opening tag, or take the tag as content if it is quoted."""
         source = self._source
         is_quoted = source.text[at - 1] == "`" if at else self._is_quoting
+        length = max(length, 1) if is_quoted else length
         said = source.text[: at + length] if is_quoted else self._space.cut(source.text[:at])
         pieces += self._content(said)
         source.text, before = source.text[at + length :], source.text[len(said) : at + length]

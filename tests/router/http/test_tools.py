@@ -390,9 +390,11 @@ async def test_structural_tags_are_forms(
         grammars = {one.sampling_params.structured_output.grammar for one in worker.submits}
         assert len(grammars) == 1
         assert "<f" in grammars.pop()
-        for place, form in (("response_format", {"response_format": {**tag, "triggers": ["x"]}}),
-                            ("structured_outputs.structural_tag",
-                             {"structured_outputs": {"structural_tag": {}}})):  # fmt: skip
+        refusals: list[tuple[str, Any]] = [
+            ("response_format", {"response_format": {**tag, "triggers": ["x"]}}),
+            ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": {}}}),
+        ]
+        for place, form in refusals:
             with pytest.raises(openai.BadRequestError) as refused:
                 await ask(client, tools=openai.omit, extra_body=form)
             assert refused.value.param == place
