@@ -80,6 +80,9 @@ class Source:
             possible = max(overlap(self.text, tag) for tag in tags)
             parts.append(self.take(len(self.text) - possible))
             length += len(parts[-1])
+            if self.has_ended:  # what was cut off within a tag is no text
+                rest = self.take(len(self.text))
+                parts.append("" if self.is_cut else rest)
             if self.has_ended or length > most:
                 return "".join(parts), ""
             yield

@@ -78,7 +78,9 @@ class HarmonyParser:
         is_first = True
         while True:
             text, tag = yield from self._source.until(*_ENDS, _START, _CHANNEL, most=0)
-            if text and not (name and not text.strip()):
+            if name and is_first:  # white space behind a call is none of its
+                text = text.lstrip()
+            if text:
                 self._add(text, is_reasoning=is_reasoning, is_first=is_first)
                 is_first = False
             if tag in (_START, _CHANNEL):
