@@ -287,6 +287,23 @@ class Grammars:
         self.on_hit()
         return held
 
+    def compile_apart(self, constraint: Constraint) -> CompiledGrammar:
+        """Compile a grammar that nobody else gets, and wait for it.
+
+        Raises:
+            GrammarError: the grammar cannot be used.
+        """
+        with self._lock:
+            self._start()
+        return self._renewing.submit(self._timed, constraint).result()
+
+    def _timed(self, constraint: Constraint) -> CompiledGrammar:
+        begun = time.monotonic()
+        try:
+            return self._measured(constraint)
+        finally:
+            self.on_compiled(time.monotonic() - begun)
+
     def close(self) -> None:
         """Compile no more."""
         for thread in (self._thread, self._renewing):

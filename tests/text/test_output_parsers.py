@@ -9,15 +9,19 @@ from random import Random
 
 import pytest
 
+from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.text.output_parsers import held_text
-from kvrelay.text.output_parsers.formats import format_of
+from kvrelay.text.output_parsers.formats import form_or_calls, format_of
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 from kvrelay.text.output_parsers.plain import CallsAloneParser, NamedCallParser
 from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.text.output_parsers.tool_format import ToolFormat
 from kvrelay.text.output_parsers.tool_formats.hermes import HERMES
 from kvrelay.text.output_parsers.tool_formats.llama3_json import LLAMA3_JSON
 from kvrelay.text.output_parsers.tool_formats.llama4_pythonic import PYTHONIC
+from kvrelay.wire.submit import StructuredOutput
+from tests.vocabularies import byte_vocabulary
 
 
 def hermes(*, is_whole: bool = False) -> OutputParser:
@@ -174,11 +178,25 @@ TOLD_AT_THE_END: list[tuple[Callable[[], OutputParser], str, bool, Said]] = [
     (lambda: hermes(is_whole=True), '<tool_call>{"name": "f", "arguments": {"a', True, NONE),
     (lambda: llama3_json(is_whole=True), '{"name": "f", "parameters": {"a": "S', True, NONE),
     (lambda: NamedCallParser("f", is_whole=True), '{"city": "San', True, NONE),
-    (PythonicParser, "[f(a='San", True, NONE),
+    *(
+        (PythonicParser, text, True, NONE)
+        for text in (
+            "[f(a='San", "[f(", "[f(a", "[f(a=", "[f(a=\"it's (", "[f(a=-1, b=[1, {'x': 't', 2",
+            "[f()", "[g.h(a='x' 'y'), f(", "[f(a=True, b=None), ",
+        )
+    ),
+    # Words that begin like a call are content.
+    *(
+        (PythonicParser, text, True, (text, "", []))
+        for text in (
+            "[note (this is important) that", "[note (x=3) is that", "[f(1", "[f(a=1, 2",
+            "[f(a) and", "[see (https://a.b", "[f(a=1 b", "[f(a=b=", "[f(a=[1)", "[f(x), y",
+        )
+    ),
     (lambda: CallsAloneParser(llama3_json()), '[{\n  "name"', True, NONE),
     (llama3_json, '{"answer": 4', True, ('{"answer": 4', "", [])),
     (lambda: NamedCallParser("f", is_whole=True), '{"a": 1}', True, ("", "", [("f", '{"a": 1}')])),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "text", "is_cut", "said"), TOLD_AT_THE_END)
@@ -259,3 +277,38 @@ def test_the_format_is_read_from_the_template() -> None:
     assert format_of('{% if tools %}{"name": f, "parameters": d}') is LLAMA3_JSON
     assert format_of("{{ tools }} [func_name1(params_name1=v)]") is PYTHONIC
     assert format_of("{{ messages }}") is None
+
+
+WRITTEN: list[tuple[ToolFormat, tuple[str, ...]]] = [
+    (
+        HERMES,
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"x": [1, null]}}\n</tool_call>',
+            '<tool_call>\n{"name": "f-2", "arguments": {}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        ),
+    ),
+    (LLAMA3_JSON, ('{"name": "f", "parameters": {"x": "y"}}; {"name": "f-2", "parameters": {}}',)),
+    (
+        PYTHONIC,
+        (
+            """[f(a=1, b="x]", c='it', d=[True, None, {"k": -1.5}]), f-2()]""",
+            "[f()]",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("tools", "written"), WRITTEN)
+def test_a_form_or_calls(tools: ToolFormat, written: tuple[str, ...]) -> None:
+    form = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+    grammar = form_or_calls(form, tools, {name: {"type": "object"} for name in ("f", "f-2")}, {})
+    assert grammar is not None
+    compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(grammar=grammar))
+    cases = [(text, True) for text in (*written, '{"a": 1}', "{}")]
+    cases += [(text.replace("f", "g"), False) for text in written]
+    cases += [(text, False) for text in ("", "words", '{"a":  1}', '{"a": 1} [f()]')]
+    for text, is_good in cases:
+        matcher = compiled.deep_copy()
+        taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+        assert taken is is_good, text

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Final
 
+from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError
+from kvrelay.text.output_parsers.marked_arguments import Schemas
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 from kvrelay.text.output_parsers.tool_formats.deepseek_v3 import DEEPSEEK_V3
 from kvrelay.text.output_parsers.tool_formats.deepseek_v31 import DEEPSEEK_V31
@@ -37,3 +40,38 @@ def format_of(template: str) -> ToolFormat | None:
     if "tools" not in template:
         return None
     return next((one for one in _ALL if one.shown_by(template)), None)
+
+
+_PYTHON_CALLS: Final = r"""
+calls: "[" call ("," " "? call)* "]"
+call: NAME "(" (argument ("," " "? argument)*)? ")"
+argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" value
+value: TEXT | /-?[0-9]{1,15}(\.[0-9]{1,15})?/ | "True" | "False" | "None" | list | dict
+list: "[" (value ("," " "? value)*)? "]"
+dict: "{" (member ("," " "? member)*)? "}"
+member: TEXT ":" " "? value
+TEXT: /"([^"\\\x00-\x1f]|\\["\\n])*"|'([^'\\\x00-\x1f]|\\['\\n])*'/
+"""
+
+
+def form_or_calls(
+    form: str, tools: ToolFormat, schemas: Schemas, special: Mapping[str, int]
+) -> str | None:
+    """The grammar, in Lark's form, of an output that is JSON of a form, or calls of functions.
+
+    It is None if the format cannot tell the functions' schemas.
+
+    Args:
+        form: the form's schema, in JSON.
+        tools: the format of calls.
+        schemas: the schemas of the functions' arguments; pythonic calls have any arguments.
+        special: the ids of the vocabulary's special tokens by their text.
+    """
+    start = f"start: form | calls\nform: %json {form}\n"
+    if tools is PYTHONIC:
+        return f"{start}NAME: {' | '.join(map(json.dumps, schemas))}\n{_PYTHON_CALLS.lstrip()}"
+    grammar = CallGrammar(schemas, None, special)
+    try:
+        return start + grammar.lark(tools.grammar(grammar)).replace("start:", "calls:", 1)
+    except NoGrammarError:
+        return None

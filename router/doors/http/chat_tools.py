@@ -17,7 +17,7 @@ from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.text.json_schema import refer_below, without_annotations
 from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError
-from kvrelay.text.output_parsers.formats import TOOL_FORMATS, format_of
+from kvrelay.text.output_parsers.formats import TOOL_FORMATS, form_or_calls, format_of
 from kvrelay.text.output_parsers.marked_arguments import Schemas
 from kvrelay.text.output_parsers.pieces import MakeParser, OutputParser
 from kvrelay.text.output_parsers.plain import (
@@ -145,8 +145,8 @@ def read_tools(
 ) -> Tools:
     """Convert `tools` and `tool_choice`; set the fields of `params` that calls need.
 
-    If a call is required, its form becomes the structured output. Otherwise the tags of calls are
-    left in the text.
+    If a call is required, its form becomes the structured output. If calls are allowed beside a
+    `response_format`, the output is either. Otherwise the tags of calls are left in the text.
 
     Args:
         body: the body.
@@ -172,6 +172,8 @@ def read_tools(
                 "the chat template shows none, or in a form that is not known here: "
                 "--tool-call-parser names the form, and tool_choice can require a call",
             )
+        if body.response_format is not None:
+            _allow_calls_beside_form(functions, dialect, params, tokens)
         first_alone = body.parallel_tool_calls is False
         return Tools(
             tools,
@@ -228,6 +230,22 @@ def _hold_strict_calls(
     return grammar is not None
 
 
+def _allow_calls_beside_form(
+    functions: Mapping[str, Mapping[str, Any]],
+    dialect: Dialect,
+    params: inference_pb2.SamplingParams,
+    tokens: TokenTexts,
+) -> None:
+    """Let calls come in place of a form, if there is one and the format can tell them."""
+    form = params.structured_output.json_schema if params.HasField(FIELD) else ""
+    if not form or dialect.tools is None:
+        return
+    schemas = {name: arguments_of(one) for name, one in functions.items()}
+    either = form_or_calls(form, dialect.tools, schemas, tokens.unspelled_ids)
+    if either is not None:
+        params.structured_output.CopyFrom(inference_pb2.StructuredOutput(grammar=either))
+
+
 def _own_grammar(
     dialect: Dialect,
     schemas: Schemas,
@@ -279,7 +297,11 @@ def calls_schema(schemas: Mapping[str, dict[str, Any]], most: int | None) -> str
     for number, (name, arguments) in enumerate(schemas.items()):
         place = f"/$defs/{number}"
         definitions[str(number)] = arguments
-        refer_below(arguments, place)
+        try:
+            refer_below(arguments, place)
+        except ValueError as error:
+            what = f"{error}: where a call is required, use $defs and references into it"
+            raise InvalidField(f"tools[{number}].function.parameters", what) from None
         calls.append(
             {
                 "type": "object",

@@ -133,6 +133,8 @@ def read_chat_completion(
     if tools.named or tools.required or tools.in_own_format:
         forms = (FIELD, *(f"{FIELD}.{form}" for form in _FORMS))
         asked_as = dict.fromkeys(forms, "tools")
+    elif FIELD in asked_as:
+        asked_as[f"{FIELD}.grammar"] = asked_as[FIELD]
     prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown, dialect.reasoning)
     if body.top_logprobs and not body.logprobs:
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")
