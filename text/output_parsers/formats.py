@@ -64,12 +64,21 @@ def form_or_calls(
     Args:
         form: the form's schema, in JSON.
         tools: the format of calls.
-        schemas: the schemas of the functions' arguments; pythonic calls have any arguments.
+        schemas: the schemas of the functions' arguments, to which calls without tags are not held.
         special: the ids of the vocabulary's special tokens by their text.
     """
     start = f"start: form | calls\nform: %json {form}\n"
     if tools is PYTHONIC:
         return f"{start}NAME: {' | '.join(map(json.dumps, schemas))}\n{_PYTHON_CALLS.lstrip()}"
+    if tools is LLAMA3_JSON:  # its calls begin as the form does, so they are JSON alike
+        members = {"name": {"enum": list(schemas)}, "parameters": {"type": "object"}}
+        call = {
+            "type": "object",
+            "properties": members,
+            "required": list(members),
+            "additionalProperties": False,
+        }
+        return f'{start}calls: object ("; " object)*\nobject: %json {json.dumps(call)}\n'
     grammar = CallGrammar(schemas, None, special)
     try:
         return start + grammar.lark(tools.grammar(grammar)).replace("start:", "calls:", 1)

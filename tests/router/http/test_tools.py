@@ -243,7 +243,7 @@ async def test_a_form_beside_tools_that_may_be_called(
     form: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": described}}
     async with served(config, tmp_path) as (cluster, client):
         worker = cluster.workers[0]
-        call = f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}</tool_call>'
+        call = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
         for text, content, calls, reason in [
             ('{"a": 1}', '{"a": 1}', [], "stop"),
             (call, "", [["weather", ARGUMENTS]], "tool_calls"),
