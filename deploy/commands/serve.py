@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
@@ -30,6 +30,10 @@ from kvrelay.options.observing import LogFormat
 if TYPE_CHECKING:
     from kvrelay.deploy.nodes.joined_ray import JoinedRay
     from kvrelay.deploy.nodes.local_ray import LocalRay
+
+
+_WORKERS_IMPORT: Final = ("torch", "numba")
+"""Modules that a worker takes seconds to import, and that read none of its settings."""
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
@@ -143,7 +147,8 @@ def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalR
         return JoinedRay(options.ray_address, namespace_of(options.cluster_name))
     from kvrelay.deploy.nodes.local_ray import LocalRay
 
-    return LocalRay(options.workers * options.worker_cpus, keep_logs=debug)
+    cpus = options.workers * options.worker_cpus
+    return LocalRay(cpus, keep_logs=debug, preload=_WORKERS_IMPORT)
 
 
 def _relayed_as_json() -> AbstractContextManager[None]:
