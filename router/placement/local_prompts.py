@@ -138,7 +138,8 @@ def _delay(
 
     What the prefill worker computes last has all of its output to be generated after that. So a
     prefill worker with a long queue sets the pace, though the decode worker has as much to do. A
-    short queue does not, as new requests keep the decode worker at work after those.
+    short queue does not, as new requests keep the decode worker at work after those; nor does any
+    beside a decode worker that has prompts to compute already.
     """
     token_there = _seconds_per_token(tokens, prefill, there_speeds)
     token_here = _seconds_per_token(tokens, decode, here_speeds)
@@ -146,7 +147,8 @@ def _delay(
     there = (prefill.backlog_tokens + steps) * token_there
     here = decode.backlog_tokens * token_here + _outputs_seconds(decode, here_speeds)
     last = decode.queue.load.output_tokens * here_speeds.step_seconds(1)
-    there += min(last, _OUTPUT_SHARE * there)
+    if not decode.backlog_tokens:
+        there += min(last, _OUTPUT_SHARE * there)
     by_decode = max(here + decode.own_tokens(tokens) * token_here, there)
     by_prefill = max(here, there + prefill.own_tokens(tokens) * token_there)
     return max(by_decode - by_prefill, 0.0)

@@ -124,12 +124,13 @@ def test_a_prefill_worker_with_a_long_queue_sets_the_pace_though_decode_has_as_m
     """The last of its prompts generates all of its output after that."""
     queued = prefill(*[256] * 8)  # 1.1 s
 
-    def busy(output_tokens: float) -> Side:  # 2.1 s
-        load = replace(decode(12, left=70).queue.load, output_tokens=output_tokens)
+    def busy(output_tokens: float, *prompts: int) -> Side:
+        load = replace(decode(12, *prompts, left=70).queue.load, output_tokens=output_tokens)
         return Side(ExpectedPrompts(WorkerRole.DECODE, load), num_requests=12)
 
     assert decide(256, queued, busy(1)) == BY_PREFILL
     assert decide(256, queued, busy(128)) == BY_DECODE
+    assert decide(256, queued, busy(128, 16)) == BY_PREFILL, "it computes some already"
 
 
 def test_a_prefill_worker_that_reads_the_session_computes_the_rest_only() -> None:
