@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from kvrelay.deploy.nodes.local_ray import LocalRay
 
 
-_WORKERS_IMPORT: Final = ("torch", "numba")
-"""Modules that a worker takes seconds to import, and that read none of its settings."""
+_WORKERS_IMPORT: Final = ("kvrelay.model_runner.runner",)
+"""Modules that take a worker seconds to import, torch among them, and read none of its settings.
+
+NIXL is not: UCX reads its settings when that is imported.
+"""
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
@@ -113,7 +116,7 @@ def _run_cluster(
     *,
     debug: bool,
 ) -> None:
-    """Start Ray while the model is found, then the workers and the router; end all of them on the way out."""
+    """Start Ray beside the search for the model, then all else; end all of it on the way out."""
     with ExitStack() as stack:
         doing = f"joining {options.ray_address}" if options.joins_ray else "starting a local one"
         with progress.step("ray", doing) as step:

@@ -138,8 +138,8 @@ def _delay(
 
     What the prefill worker computes last has all of its output to be generated after that. So a
     prefill worker with a long queue sets the pace, though the decode worker has as much to do. A
-    short queue does not, as new requests keep the decode worker at work after those; nor does any
-    beside a decode worker that has prompts to compute already.
+    short queue does not, as new requests keep the decode worker at work after those. Nor does any
+    queue beside a decode worker that has prompts to compute already.
     """
     token_there = _seconds_per_token(tokens, prefill, there_speeds)
     token_here = _seconds_per_token(tokens, decode, here_speeds)
