@@ -32,19 +32,22 @@ class OneWorker(Clockwork):
         decode: it is a decode worker that gets no prompt from a prefill worker.
     """
 
+    costs = (STEP_SECONDS, TOKEN_SECONDS, PAIR_SECONDS, ROW_SECONDS)
+    """Seconds of a step, and of each token, pair and row in it."""
+
     def __init__(self, *, decode: bool = False, **options: Any) -> None:
         kind = {"local": 1.0} if decode else {"aggregated": True}
         super().__init__(1, 16, 2000, 32, CHUNK, workers=1, audit_pages=False, **kind, **options)
 
     def step_seconds(self, step: Step[Any]) -> float:
-        seconds = STEP_SECONDS
+        seconds, of_token, of_pair, of_row = self.costs
         for item in step.scheduled:
             if is_prompt(item):
                 context = item.token_state.kv_len
-                seconds += item.num_tokens * TOKEN_SECONDS
-                seconds += item.num_tokens * (context + item.num_tokens / 2) * PAIR_SECONDS
+                seconds += item.num_tokens * of_token
+                seconds += item.num_tokens * (context + item.num_tokens / 2) * of_pair
             else:
-                seconds += ROW_SECONDS
+                seconds += of_row
         return seconds
 
 
