@@ -124,7 +124,7 @@ def test_a_prefill_worker_with_a_long_queue_sets_the_pace_though_decode_has_as_m
     """The last of its prompts generates all of its output after that."""
     queued = prefill(*[256] * 8)  # 1.1 s
 
-    def busy(output_tokens: float, *prompts: int) -> Side:
+    def busy(output_tokens: int, *prompts: int) -> Side:
         load = replace(decode(12, *prompts, left=70).queue.load, output_tokens=output_tokens)
         return Side(ExpectedPrompts(WorkerRole.DECODE, load), num_requests=12)
 
