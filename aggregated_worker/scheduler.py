@@ -67,7 +67,7 @@ class AggregatedScheduler:
         self._running: RunningBatch[AggregatedRequest] = RunningBatch(
             context, self._growth, self._release_retracted, retract_every=config.debug_retract_every
         )
-        itl_target = ItlTarget(config.itl_target_seconds, context.speed_learner, own_prompts=True)
+        itl_target = ItlTarget(config.latency_targets, context.speed_learner, own_prompts=True)
         self._steps: MixedSteps[AggregatedRequest] = MixedSteps(
             context, self._running, self._growth, itl_target, config.chunk_tokens
         )

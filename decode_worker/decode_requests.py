@@ -67,7 +67,7 @@ class DecodeRequests:
             context,
             self.running,
             growth,
-            ItlTarget(config.itl_target_seconds, context.speed_learner, own_prompts=False),
+            ItlTarget(config.latency_targets, context.speed_learner, own_prompts=False),
             config.chunk_tokens,
             HandedOver(context),
         )

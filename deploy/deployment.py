@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-
-import torch
 
 from kvrelay.deploy.controller.cluster_thread import ClusterThread
 from kvrelay.deploy.controller.operators.operators_listener import OperatorServices
@@ -114,10 +113,21 @@ def _device(options: ServeOptions) -> str:
         has_gpu = ray.cluster_resources().get("GPU", 0) > 0
         return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
     if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
+        return "cuda" if _has_cuda() else "cpu"
+    if asked == "cuda" and not _has_cuda():
         raise OptionError("--device", "torch finds no CUDA device on this machine")
     return asked
+
+
+def _has_cuda() -> bool:
+    """Whether torch finds a CUDA device. Without a driver torch, which takes seconds, stays out."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def loading_text(progress: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ def router_config(options: ServeOptions, model: ModelFolder) -> RouterConfig:
         http_address=str(options.http),
         metrics_address=str(options.metrics),
         admin_address=str(options.admin),
-        itl_target_seconds=options.itl_target and options.itl_target / 1000,
+        latency_targets=options.latency_targets,
         worker_tls=options.cluster_tls,
         front_tls=options.front_tls,
         admin_tls=options.admin_tls,

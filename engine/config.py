@@ -19,6 +19,7 @@ from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 from kvrelay.options.memory_share import MemoryShare
 from kvrelay.options.observing import ObservingOptions
+from kvrelay.pacing.chunk_size import LatencyTargets
 from kvrelay.wire.worker_info import WorkerRole
 
 
@@ -230,7 +231,19 @@ class WorkerOptions(ObservingOptions):
         shown_default="2.5 times a step of one request, up to 16 times if many tokens wait or, "
         "on an aggregated worker, few requests generate, there six times one of many that "
         "do, up to 24 times, "
-        "and at least 1.5 times one of those that generate now",
+        "and at least 1.5 times one of those that generate now; up to a twelfth of what the "
+        "oldest prompt has waited, or what --ttft-target wants",
+    )
+    ttft_target: float | None = option(
+        None,
+        "The milliseconds in which a request is to have its first token, as its client sees it. "
+        "Steps beside requests that generate are as long as that takes: at most an eighth of it, "
+        "or of what a late prompt has waited. --itl-target bounds them first. A prefill worker "
+        "computes whole chunks in any case.",
+        Section.REQUESTS,
+        more_than=0,
+        unit="milliseconds",
+        shown_default="none: a step may take a twelfth of what the oldest prompt has waited",
     )
     bypass_limit: int = option(
         16,
@@ -361,6 +374,13 @@ class WorkerOptions(ObservingOptions):
         Section.DEBUGGING,
     )
 
+    @property
+    def latency_targets(self) -> LatencyTargets:
+        """The latencies that chunks of prompts are to keep."""
+        return LatencyTargets(
+            self.itl_target and self.itl_target / 1000, self.ttft_target and self.ttft_target / 1000
+        )
+
 
 DEVICE_OPTIONS: Final = ("kv_memory", "max_running", "chunk_tokens")
 """The options whose defaults depend on the device."""
@@ -440,11 +460,6 @@ class WorkerConfig(WorkerOptions):
     def lease_seconds(self) -> float:
         """Seconds that the worker goes on without a word from its controller."""
         return self.worker_lease or max(60.0, 4 * self.worker_timeout)
-
-    @property
-    def itl_target_seconds(self) -> float | None:
-        """Seconds of a step that computes prompts beside a batch; None: derived from its speed."""
-        return None if self.itl_target is None else self.itl_target / 1000
 
     @property
     def tokens_in_flight(self) -> int:

@@ -255,10 +255,14 @@ class ModelRunner:
         if self._graph_options is not None:
             self._graphs = self._capture_if_possible(self._pools, self._backends)
 
-    def warm_up(self) -> None:
+    def warm_up(self, rows_first: bool = False) -> None:
         """Compile and load what a first forward needs. May take seconds.
 
         Runs over small pools of its own: the bound pools' pages are not touched.
+
+        Args:
+            rows_first: begin with what a row needs, not with what a prompt needs. Of two processes
+                that begin together, one in each order, each compiles about half for both.
         """
         assert self._pools, "bind pools first"
         chunk = self._warm_up_chunk()
@@ -267,7 +271,8 @@ class ModelRunner:
         backends = self._make_backends(scratch)
         with torch.inference_mode():
             # A chunk beside a decode row, a few tokens as when drafts are verified, a row alone.
-            for new_tokens in ([chunk, 1], [3, 1], [1]):
+            batches = ([chunk, 1], [3, 1], [1])
+            for new_tokens in reversed(batches) if rows_first else batches:
                 self._decoder.forward(_warm_up_batch(new_tokens, scratch), backends)
                 wait_for_device(self.device)  # before the next plan
 

@@ -7,7 +7,7 @@ A small chunk keeps the pace of the running batch (ITL), a large one ends the pr
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvrelay.wire.speeds import StepSpeeds, StepWork
@@ -26,7 +26,14 @@ Beside a large batch prompts would starve otherwise.
 _BACKLOG_STEPS: Final = 6
 """The number of steps for a backlog beside a batch, so that the batch keeps its pace."""
 _MOST_IDLE_STEPS: Final = 16
-"""A backlog makes no step longer than this many idle steps."""
+"""A backlog makes no step longer than this many idle steps, unless a prompt has waited long."""
+_STEPS_WAITED: Final = 12
+"""A step may take this part of what the oldest prompt has waited.
+
+So first tokens and inter-token latencies grow together where more comes than can be computed.
+"""
+_STEPS_TO_TARGET: Final = 8
+"""A step takes at most this part of a target for first tokens, or of what is late already."""
 _BACKLOG_ROWS: Final = 6
 """A worker that computes its own prompts spreads a backlog over fewer steps below this many rows.
 
@@ -45,14 +52,41 @@ _MOST_OWN_IDLE_STEPS: Final = 24
 """From `_MANY_ROWS` on, no step is longer than this many idle steps for that reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """The latencies that a user has set."""
+
+    itl_seconds: float | None = None
+    """Seconds that a step with prompts may take beside running requests; None: learnt."""
+    ttft_seconds: float | None = None
+    """Seconds from a request's arrival to its first token; None: as many as its steps take."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPrompts:
+    """The prompts that have no first token yet."""
+
+    seconds: float = 0.0
+    """The time since the oldest of them arrived."""
+    tokens: int = 0
+    """Tokens that are left of all of them."""
+
+
+NONE_WAIT: Final = WaitingPrompts()
+"""An estimate's assumption: the prompt comes only now."""
+NO_TARGETS: Final = LatencyTargets()
+"""The targets of a user who has set none."""
+
+
 def choose_chunk_tokens(
     speeds: StepSpeeds,
     rows: StepWork,
     context: int,
     most: int,
     backlog_tokens: int,
-    itl_target: float | None = None,
+    targets: LatencyTargets = NO_TARGETS,
     *,
+    waiting: WaitingPrompts = NONE_WAIT,
     own_prompts: bool = False,
 ) -> int:
     """Choose the most tokens of a prompt that a step computes while its rows keep their pace.
@@ -66,14 +100,20 @@ def choose_chunk_tokens(
         context: tokens of the prompt whose KV is there.
         most: tokens of the prompt that the step may compute at all.
         backlog_tokens: tokens of all prompts, as `count_backlog` counts them.
-        itl_target: seconds that the step may take; None: they follow from the speeds, the rows
-            and the backlog.
-        own_prompts: no other worker computes these prompts. Without an `itl_target` the backlog
-            then takes fewer steps, beside few rows and beside many.
+        targets: an inter-token latency bounds the step, whatever waits. Without one the bound
+            follows from the speeds, the rows, the backlog and the time to a first token.
+        waiting: the prompts without a first token.
+        own_prompts: no other worker computes these prompts. The backlog then takes fewer steps,
+            beside few rows and beside many.
     """
     if not speeds.prompts_known:
         return min(_UNMEASURED_TOKENS, most)
-    bound = itl_target or _bound_seconds(speeds, rows, context, backlog_tokens, own_prompts)
+    bound = targets.itl_seconds
+    if bound is None:
+        bound = max(
+            _bound_seconds(speeds, rows, context, backlog_tokens, own_prompts),
+            _late_seconds(speeds, rows, context, waiting, targets.ttft_seconds),
+        )
     keeps, breaks = min(_LEAST_TOKENS, most), most + 1
     while breaks - keeps > 1:
         tokens = (keeps + breaks) // 2
@@ -87,7 +127,7 @@ def choose_chunk_tokens(
 def _bound_seconds(
     speeds: StepSpeeds, rows: StepWork, context: int, backlog_tokens: int, own_prompts: bool
 ) -> float:
-    """Bound the seconds of a step with prompts, where the user has set no target."""
+    """Bound the seconds of a step with prompts that are not late."""
     idle, own = speeds.step_seconds(1), speeds.seconds_of(rows)
     steps = float(_BACKLOG_STEPS)
     if own_prompts:
@@ -97,6 +137,26 @@ def _bound_seconds(
     if own_prompts and rows.rows >= _MANY_ROWS:
         bound = max(bound, min(_MANY_OWN_STEPS * own, _MOST_OWN_IDLE_STEPS * idle))
     return bound
+
+
+def _late_seconds(
+    speeds: StepSpeeds,
+    rows: StepWork,
+    context: int,
+    waiting: WaitingPrompts,
+    target: float | None,
+) -> float:
+    """Bound the seconds of a step whose prompts have waited.
+
+    With a target for first tokens a step is as long as that takes. The time of its rows is lost to
+    prompts in each step, so the fewer steps are left, the longer they are.
+    """
+    own = speeds.seconds_of(rows)
+    alone = _seconds_beside(speeds, rows, waiting.tokens, context) - own
+    if target is None:
+        return min(own + alone, waiting.seconds / _STEPS_WAITED)
+    steps = max((target - waiting.seconds - alone) / max(own, 1e-6), 1.0)
+    return min(own + alone / steps, max(target, waiting.seconds) / _STEPS_TO_TARGET)
 
 
 def _seconds_beside(speeds: StepSpeeds, rows: StepWork, tokens: int, context: int) -> float:

@@ -10,6 +10,7 @@ from kvrelay.net.door_rules import HTTP_IDLE_SECONDS
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 from kvrelay.options.observing import ObservingOptions
+from kvrelay.pacing.chunk_size import NO_TARGETS, LatencyTargets
 
 
 class ToolParser(StrEnum):
@@ -316,8 +317,8 @@ class RouterConfig(RouterOptions):
     """The address where clients of OpenAI's API connect; port 0: any free one. None: nowhere."""
     admin_address: str = "127.0.0.1:0"
     """The address where operators connect, if the router has an administrator."""
-    itl_target_seconds: float | None = None
-    """The longest decode step with prompts beside running requests; None: the learnt bound."""
+    latency_targets: LatencyTargets = NO_TARGETS
+    """The latencies that workers keep, by which a decode worker gets prompts."""
     retry_after_ms: int = 500
     """The time after which a refused client should try again."""
     shutdown_grace_seconds: float = 5.0

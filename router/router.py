@@ -142,7 +142,7 @@ class Router:
             KnownPrefixes(config.prefix_index_entries),
             PlacementRules(
                 decodes_alone=config.placement is PlacementMode.ADAPTIVE,
-                itl_target=config.itl_target_seconds,
+                targets=config.latency_targets,
                 deadline_margin=config.deadline_margin,
             ),
         )

@@ -30,7 +30,8 @@ from kvrelay.router.router import Router
 from kvrelay.router.shifting_discovery import ShiftingDiscovery
 
 _OPTIONS: Final = {field.name for field in fields(RouterOptions)} | {
-    *("model", "model_name", "dtype", "itl_target", "grpc", "http", "metrics", "insecure"),
+    *("model", "model_name", "dtype", "itl_target", "ttft_target"),
+    *("grpc", "http", "metrics", "insecure"),
     *("tls_cert", "tls_key", "tls_ca", "tls_name", "front_tls_cert", "front_tls_key"),
 }
 """The options of `kvrelay serve` that a router has as well."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
@@ -17,7 +18,7 @@ from kvrelay.deploy.commands.options_file import with_config_file
 from kvrelay.deploy.commands.serve_text import headline, ready_lines
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.logs import level_of
-from kvrelay.deploy.nodes.models import ModelFolder, find_model
+from kvrelay.deploy.nodes.models import ModelFolder, begin_to_find_model
 from kvrelay.deploy.options.environment import allow_many_machines
 from kvrelay.deploy.options.listen_address import DEFAULT_HTTP, Address
 from kvrelay.deploy.options.option_flags import SectionedCommand, declared_options
@@ -30,6 +31,13 @@ from kvrelay.options.observing import LogFormat
 if TYPE_CHECKING:
     from kvrelay.deploy.nodes.joined_ray import JoinedRay
     from kvrelay.deploy.nodes.local_ray import LocalRay
+
+
+_WORKERS_IMPORT: Final = ("kvrelay.model_runner.runner",)
+"""Modules that take a worker seconds to import, torch among them, and read none of its settings.
+
+NIXL is not: UCX reads its settings when that is imported.
+"""
 
 
 @click.command(cls=SectionedCommand, context_settings={"show_default": True})
@@ -85,8 +93,8 @@ def run(options: ServeOptions, progress: StartProgress, *, debug: bool) -> None:
         for address in (options.metrics, *workers):
             address.check_free("--metrics")
         progress.line(headline(options))
-        model = find_model(options, progress)
-        _run_cluster(options, model, progress, signals, debug=debug)
+        found = begin_to_find_model(options, progress)
+        _run_cluster(options, found, progress, signals, debug=debug)
     progress.line("Stopped.")
 
 
@@ -102,13 +110,13 @@ def with_free_http(options: ServeOptions, progress: StartProgress) -> ServeOptio
 
 def _run_cluster(
     options: ServeOptions,
-    model: ModelFolder,
+    found: Future[ModelFolder],
     progress: StartProgress,
     signals: StopSignals,
     *,
     debug: bool,
 ) -> None:
-    """Start Ray, then the workers and the router; end all of them on the way out."""
+    """Start Ray beside the search for the model, then all else; end all of it on the way out."""
     with ExitStack() as stack:
         doing = f"joining {options.ray_address}" if options.joins_ray else "starting a local one"
         with progress.step("ray", doing) as step:
@@ -117,6 +125,7 @@ def _run_cluster(
                 stack.enter_context(_relayed_as_json())
             signals.install()
             step.say(f"logs in {ray.logs}")
+        model = found.result()
         if options.copy_model:
             from kvrelay.deploy.nodes.model_copy import checkpoints_of, offering, with_digests
             from kvrelay.deploy.nodes.ray_places import check_name_is_free
@@ -143,7 +152,8 @@ def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalR
         return JoinedRay(options.ray_address, namespace_of(options.cluster_name))
     from kvrelay.deploy.nodes.local_ray import LocalRay
 
-    return LocalRay(options.workers * options.worker_cpus, keep_logs=debug)
+    cpus = options.workers * options.worker_cpus
+    return LocalRay(cpus, keep_logs=debug, preload=_WORKERS_IMPORT)
 
 
 def _relayed_as_json() -> AbstractContextManager[None]:

@@ -60,9 +60,10 @@ class Examiner:
 
     async def facts(self, model: str | None) -> dict[str, Any]:
         """Return the node's `NodeFacts` as a dict."""
-        from kvrelay.deploy.examination.facts import facts_of_this_node
+        from kvrelay.deploy.examination.facts import facts_of_this_node, with_processor
 
-        return asdict(await asyncio.to_thread(facts_of_this_node, self._address, model))
+        facts = await asyncio.to_thread(facts_of_this_node, self._address, model)
+        return asdict(await asyncio.to_thread(with_processor, facts))
 
     async def clock(self) -> float:
         """Return seconds since 1970 by this node's clock."""

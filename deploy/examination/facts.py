@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Self
@@ -58,6 +58,10 @@ class NodeFacts:
     """The members of `rdma_ports` that are not active."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """The environment variables of UCX and NIXL, except UCX's log settings, which examiners set."""
+    processor: str = ""
+    """The processor, and the fastest that kernels use of it; empty: nobody has looked."""
+    product_ways: Mapping[str, str] = field(default_factory=dict)
+    """The way of each product that workers have timed there, by threads and shape."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> Self:
@@ -94,6 +98,14 @@ def facts_of_this_node(address: str, model: str | None) -> NodeFacts:
         rdma_ports_down=down,
         settings={name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)},
     )
+
+
+def with_processor(facts: NodeFacts) -> NodeFacts:
+    """Add how this node computes. Imports torch, which takes seconds."""
+    from kvrelay.cpu_kernels.processor import describe_processor
+    from kvrelay.model_runner.layers.product_choice import measured_ways
+
+    return replace(facts, processor=describe_processor(), product_ways=measured_ways())
 
 
 def digest_of_code() -> str:

@@ -207,6 +207,13 @@ def _cores(node: Node, here: NodeFacts) -> _Verdict:
     return Level.OK, text, ""
 
 
+def _processor(node: Node, here: NodeFacts) -> _Verdict:
+    facts = node.facts
+    counts = Counter(facts.product_ways.values())
+    ways = ", ".join(f"{count} by {way}" for way, count in counts.most_common())
+    return Level.OK, f"{facts.processor}; products timed: {ways or 'none yet'}", ""
+
+
 def _model(node: Node, here: NodeFacts) -> _Verdict:
     if not node.facts.model:
         return Level.FAIL, "is not there", "bring it to that path, or start with --copy-model"
@@ -223,6 +230,7 @@ _RULES: Final[dict[str, Callable[[Node, NodeFacts], _Verdict]]] = {
     "open files": _open_files,
     "clock": _clock,
     "cores": _cores,
+    "processor": _processor,
     "model": _model,
 }
 

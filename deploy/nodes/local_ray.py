@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -57,14 +57,21 @@ class LocalRay:
         workers: the number of actors that will run, each on one (logical) CPU.
         keep_logs: keep the folder in any case.
         log_level: the level of Ray's own log.
+        preload: modules that Ray's processes import while they wait for an actor.
     """
 
     def __init__(
-        self, workers: int, *, keep_logs: bool = False, log_level: int = logging.ERROR
+        self,
+        workers: int,
+        *,
+        keep_logs: bool = False,
+        log_level: int = logging.ERROR,
+        preload: Sequence[str] = (),
     ) -> None:
         self._workers = workers
         self._keep_logs = keep_logs
         self._log_level = log_level
+        self._preload = list(preload)
         self._folder: RayFolder | None = None
 
     def __enter__(self) -> Self:
@@ -79,6 +86,7 @@ class LocalRay:
                     include_dashboard=False,
                     logging_level=self._log_level,
                     _temp_dir=str(self._folder.path),
+                    _system_config={"preload_python_modules": self._preload},
                 )
         except BaseException as error:
             self._stop(error)
@@ -128,13 +136,18 @@ _PARAMETERS = {
 
 @contextlib.contextmanager
 def _own_parameters() -> Iterator[None]:
-    """Let a Ray that starts in this context use `_PARAMETERS`, except those it no longer knows."""
-    module = ray._private.parameter
-    before = module.RayParams
-    known = inspect.signature(before).parameters
+    """Let a Ray that starts in this context use `_PARAMETERS`, except those it no longer knows.
+
+    Nor does it start the dashboard's server, which Ray otherwise waits for, even without a
+    dashboard.
+    """
+    parameter, services = ray._private.parameter, ray._private.services
+    before = parameter.RayParams, services.start_api_server
+    known = inspect.signature(parameter.RayParams).parameters
     own = {name: value for name, value in _PARAMETERS.items() if name in known}
-    module.RayParams = functools.partial(before, **own)
+    parameter.RayParams = functools.partial(parameter.RayParams, **own)
+    services.start_api_server = lambda *_args, **_options: ("", None)
     try:
         yield
     finally:
-        module.RayParams = before
+        parameter.RayParams, services.start_api_server = before

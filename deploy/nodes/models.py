@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 from kvrelay.deploy.errors import ModelError
@@ -95,6 +97,29 @@ def find_model(options: ServeOptions, progress: StartProgress) -> ModelFolder:
         name=options.model_name or model.name,
         draft_path=_find_draft(options, progress, converted),
     )
+
+
+def begin_to_find_model(
+    options: ServeOptions, progress: StartProgress, seconds: float = 1.0
+) -> Future[ModelFolder]:
+    """Find them on a thread, so that a conversion runs beside whatever else starts.
+
+    What is known after so many `seconds` is raised here: a model that is missing, for instance. The
+    thread does not keep the process from ending.
+    """
+    found: Future[ModelFolder] = Future()
+
+    def find() -> None:
+        try:
+            found.set_result(find_model(options, progress))
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=find, name="model", daemon=True).start()
+    wait([found], seconds)
+    if found.done():
+        found.result()
+    return found
 
 
 def _find_draft(

@@ -68,6 +68,7 @@ class SchedulerContext(Generic[RequestT]):
         chunk_tokens: int = 0,
         host_tier: HostTier | None = None,
         wake_in: Callable[[float], object] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kv_cache = kv_cache
         self.outbox = outbox
@@ -75,6 +76,7 @@ class SchedulerContext(Generic[RequestT]):
         self.faults = faults or FaultPlan()
         self.host_tier = host_tier
         self.wake_in = wake_in
+        self.clock = clock
         self.steps = StepClock()
         self.speed_learner = SpeedLearner(chunk_tokens)
         """The measured cost of steps."""

@@ -111,7 +111,10 @@ class MixedSteps(Generic[RequestT]):
         most = max(self._chunk_tokens - rows, self._chunk_tokens // _PROMPT_SHARE, 1)
         work = StepWork(rows=rows, row_pairs=sum([r.request.num_tokens for r in generating]))
         backlog = self.computing.backlog_tokens if rows else _ANY_BACKLOG
-        return self._itl_target.most_prompt_tokens(work, self.computing.next_context, most, backlog)
+        computing = self.computing
+        return self._itl_target.most_prompt_tokens(
+            work, computing.next_context, most, backlog, computing.waiting
+        )
 
     def _one_generates_soon(self) -> bool:
         """Whether a request would wait for the step's end.

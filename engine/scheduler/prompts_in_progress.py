@@ -12,7 +12,7 @@ from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.engine.phases import Phase
 from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request
-from kvrelay.pacing.chunk_size import count_backlog
+from kvrelay.pacing.chunk_size import NONE_WAIT, WaitingPrompts, count_backlog
 from kvrelay.wire.output import PhaseTimings, SampledToken
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -83,6 +83,22 @@ class ComputingPrompts(Generic[RequestT]):
     def next_context(self) -> int:
         """The tokens before the next chunk of the input of which most is computed."""
         return max([r.held.kv_committed_len for r in self._runs if _tokens_left(r)], default=0)
+
+    @property
+    def waiting(self) -> WaitingPrompts:
+        """The prompts whose clients wait for a first token.
+
+        Left out are requests that have had it, on another attempt, and those of a low priority.
+        """
+        waiting = {
+            request: left
+            for request in self._runs
+            if not request.output_ids and request.priority <= 0 and (left := _tokens_left(request))
+        }
+        if not waiting:
+            return NONE_WAIT
+        oldest = min(request.arrived for request in waiting)
+        return WaitingPrompts(self._context.clock() - oldest, sum(waiting.values()))
 
     def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
         """Start to compute a request: open its lease, with a promise of pages for its input.

@@ -121,7 +121,7 @@ def _load(
             for geometry, pages in zip(geometries, totals, strict=True)
         ]
     runner.bind(pools[: len(own)])
-    runner.warm_up()
+    runner.warm_up(rows_first=config.role is WorkerRole.DECODE)
     runner.capture_graphs()
     sampler.warm_up()
     device_sampler.warm_up(runner.device, runner.config.vocab_size)

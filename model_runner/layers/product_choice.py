@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -45,6 +45,7 @@ Make: TypeAlias = Callable[[torch.Tensor, None], Multiply]
 """Code that makes the product with a weight, without a bias."""
 Shape: TypeAlias = tuple[int, ...]
 """Outputs and inputs, and the inputs that share a scale if there are scales."""
+_Way = TypeVar("_Way", bound=str)
 
 FEWEST_WEIGHTS: Final = 1 << 16
 """Fewer are not timed: their products are short beside what surrounds them."""
@@ -80,7 +81,7 @@ class ProductChoice:
     ) -> None:
         self._folder = folder or kernel_folder()
         self._clock = clock
-        self._machine = _describe_machine(threads)
+        self._machine = f"{_describe_machine()}, {threads} threads"
         self._spent = 0.0
         self.chosen: dict[Shape, ProductWay] = {}
         """The way of each shape that was asked for."""
@@ -105,14 +106,14 @@ class ProductChoice:
             with suppress(OSError):  # no place for the lock: each process measures for itself
                 lock = turn.enter_context((self._folder / "products.lock").open("w"))
                 wait_for_turn(lock)
-            table, row = self._read(), f"{self._machine}, {describe_shape(shape)}"
+            table, row = _read(self._folder), f"{self._machine}, {describe_shape(shape)}"
             times = table.get(row)
             if not (isinstance(times, dict) and set(times) >= set(make)):
                 if self._spent > BUDGET_SECONDS:
                     return first
                 times = table[row] = self._measure(shape, make)
                 self._write(table)
-        fastest = min(make, key=lambda way: times[way] / (1.0 if way is first else _CLEARLY))
+        fastest = _find_fastest({way: times[way] for way in make})
         said = ", ".join(f"{way} {1e3 * times[way]:.1f} ms" for way in make)
         named = describe_shape(shape)
         logger.info("products of %s are computed by %s (%s)", named, fastest, said)
@@ -142,14 +143,6 @@ class ProductChoice:
         self._spent += self._clock() - begun
         return {way.value: sum(often * best[way, rows] for rows, often in _TIMED) for way in ways}
 
-    def _read(self) -> dict[str, Any]:
-        assert self._folder is not None
-        try:
-            table = json.loads((self._folder / "products.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return table if isinstance(table, dict) else {}
-
     def _write(self, table: Mapping[str, Any]) -> None:
         assert self._folder is not None
         made = self._folder / "products.json.new"
@@ -164,9 +157,38 @@ def describe_shape(shape: Shape) -> str:
     return f"{outputs} x {inputs}" + "".join(f" by {size}" for size in group)
 
 
-def _describe_machine(threads: int) -> str:
+def measured_ways(folder: Path | None = None) -> dict[str, str]:
+    """Return the way of each product that was timed on this machine, by threads and shape.
+
+    Args:
+        folder: the folder of the table; None: that of compiled kernels.
+    """
+    folder = folder or kernel_folder()
+    table = {} if folder is None else _read(folder)
+    before = f"{_describe_machine()}, "
+    return {
+        row.removeprefix(before): _find_fastest(times)
+        for row, times in table.items()
+        if row.startswith(before) and isinstance(times, dict)
+    }
+
+
+def _find_fastest(times: Mapping[_Way, float]) -> _Way:
+    """Find the way that is clearly faster than the first, or else the first."""
+    first = next(iter(times))
+    return min(times, key=lambda way: times[way] / (1.0 if way == first else _CLEARLY))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        table = json.loads((folder / "products.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _describe_machine() -> str:
     """The processor, what it may do, and with what it multiplies: timings of others are not its."""
     features = hashlib.sha256(",".join(sorted(cpu_features())).encode()).hexdigest()[:8]
     isa = torch.backends.cpu.get_cpu_capability()
-    parts = (processor_name(), features, isa, f"torch {torch.__version__}", f"{threads} threads")
-    return ", ".join(parts)
+    return f"{processor_name()}, {features}, {isa}, torch {torch.__version__}"

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from kvrelay.pacing.chunk_size import NO_TARGETS, LatencyTargets
 from kvrelay.router.placement.chosen import Chosen, Reason, Shortage
 from kvrelay.router.placement.deadlines import DeadlineCheck
 from kvrelay.router.placement.demand import Demand
@@ -43,8 +44,8 @@ class PlacementRules:
 
     decodes_alone: bool = False
     """Whether decode workers compute prompts, too, where that seems best."""
-    itl_target: float | None = None
-    """Seconds that a decode worker's step with prompts may take; None: its learnt bound."""
+    targets: LatencyTargets = NO_TARGETS
+    """The latencies that decode workers keep, by which they get prompts."""
     deadline_margin: float = 0.0
     """The most expected seconds until the first token, in multiples of the time that the deadline
     leaves; 0: deadlines change nothing."""
@@ -134,7 +135,7 @@ class Placer:
         if WorkerRole.PREFILL not in demand.in_full_on:
             kept = demand.kept_on(decode.incarnation)
             there = there.lent(kept, prefill.incarnation, decode.load.peers)
-        decision = decide(demand.input_tokens, there, here, self._rules.itl_target)
+        decision = decide(demand.input_tokens, there, here, self._rules.targets)
         chosen = by_decode if decision.by_decode else by_prefill
         return chosen(decision.reason, decision.lent_tokens)
 

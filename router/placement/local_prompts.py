@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvrelay.pacing.chunk_size import choose_chunk_tokens, count_backlog
+from kvrelay.pacing.chunk_size import (
+    NO_TARGETS,
+    LatencyTargets,
+    choose_chunk_tokens,
+    count_backlog,
+)
 from kvrelay.router.placement.chosen import Reason
 from kvrelay.router.placement.estimate import ExpectedPrompts, most_tokens_ahead
 from kvrelay.wire.load import PeerTransport
@@ -18,6 +23,8 @@ _HAND_OVER_WORTH: Final = 1.25
 
 It may take longer, because nothing is handed over and nobody else waits.
 """
+_OUTPUT_SHARE: Final = 0.5
+"""The most time for the output of a queue's last prompt, as a part of the queue's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,9 @@ class Decision:
     """Tokens of the prompt that the prefill worker has or will read; it computes the rest."""
 
 
-def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = None) -> Decision:
+def decide(
+    tokens: int, prefill: Side, decode: Side, targets: LatencyTargets = NO_TARGETS
+) -> Decision:
     """Choose the worker that is expected to have the prompt's first token sooner.
 
     Beside running requests a decode worker computes only small chunks, to keep their inter-token
@@ -97,8 +106,7 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
         prefill: the prefill worker that would be chosen. It reads the tokens that it may be lent,
             if that is faster than to compute them.
         decode: the decode worker that generates in any case.
-        itl_target: seconds that a step with prompts may take beside running requests; None: derived
-            from the speeds.
+        targets: the latencies that are wanted.
     """
     there_speeds = _filled_in(prefill.queue.load.speeds, decode.queue.load.speeds)
     here_speeds = _filled_in(decode.queue.load.speeds, there_speeds)
@@ -118,7 +126,7 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
         if by_decode:
             return Decision(by_decode, Reason.IDLE)
         return Decision(by_decode, Reason.SOONER, lent_tokens)
-    here = _seconds_beside(tokens, decode, here_speeds, itl_target)
+    here = _seconds_beside(tokens, decode, here_speeds, targets)
     here += decode.num_requests * _delay(tokens, prefill, there_speeds, decode, here_speeds)
     return Decision(here < there, Reason.SOONER, 0 if here < there else lent_tokens)
 
@@ -126,12 +134,21 @@ def decide(tokens: int, prefill: Side, decode: Side, itl_target: float | None = 
 def _delay(
     tokens: int, prefill: Side, there_speeds: StepSpeeds, decode: Side, here_speeds: StepSpeeds
 ) -> float:
-    """Seconds by which the pair's whole work ends later if decode computes the prompt."""
+    """Seconds by which the pair's whole work ends later if decode computes the prompt.
+
+    What the prefill worker computes last has all of its output to be generated after that. So a
+    prefill worker with a long queue sets the pace, though the decode worker has as much to do. A
+    short queue does not, as new requests keep the decode worker at work after those. Nor does any
+    queue beside a decode worker that has prompts to compute already.
+    """
     token_there = _seconds_per_token(tokens, prefill, there_speeds)
     token_here = _seconds_per_token(tokens, decode, here_speeds)
     steps = prefill.computing_tokens(there_speeds.chunk_tokens)
     there = (prefill.backlog_tokens + steps) * token_there
     here = decode.backlog_tokens * token_here + _outputs_seconds(decode, here_speeds)
+    last = decode.queue.load.output_tokens * here_speeds.step_seconds(1)
+    if not decode.backlog_tokens:
+        there += min(last, _OUTPUT_SHARE * there)
     by_decode = max(here + decode.own_tokens(tokens) * token_here, there)
     by_prefill = max(here, there + prefill.own_tokens(tokens) * token_there)
     return max(by_decode - by_prefill, 0.0)
@@ -165,14 +182,14 @@ def _filled_in(own: StepSpeeds, of_other: StepSpeeds) -> StepSpeeds:
     )
 
 
-def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, itl_target: float | None) -> float:
+def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, targets: LatencyTargets) -> float:
     """Expected seconds until the first token, in chunks beside running requests."""
     load = side.queue.load
     generating = StepWork(rows=max(load.running_requests, 1), row_pairs=load.held_tokens)
     most = speeds.chunk_tokens or tokens
     own = side.own_tokens(tokens)
     backlog = count_backlog(own, math.ceil(side.backlog_tokens) + own)
-    chunk = choose_chunk_tokens(speeds, generating, tokens // 2, most, backlog, itl_target)
+    chunk = choose_chunk_tokens(speeds, generating, tokens // 2, most, backlog, targets)
     return _seconds(tokens, side, replace(speeds, chunk_tokens=chunk), generating)
 
 

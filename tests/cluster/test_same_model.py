@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from kvrelay.model_runner import runner
+from kvrelay.router.errors import StartError
 from kvrelay.v1 import inference_pb2
 from tests.checkpoints import make_checkpoint
 from tests.cluster.commands import kvrelay
+from tests.cluster.in_process import in_process
 from tests.cluster.running import RunningCluster, running
 
 PROMPT = [(13 * i) % 500 for i in range(61)]
@@ -130,3 +133,14 @@ async def test_a_checkpoint_is_replaced_worker_by_worker(
         assert all(tokens == wanted for tokens in answers)
         assert wanted != expected
         await cluster.assert_at_baseline()
+
+
+async def test_workers_whose_processors_compute_float32_otherwise_do_not_start_together(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = iter(["AVX512", "AVX2"])
+    monkeypatch.setattr(runner, "describe_arithmetic", lambda: next(ways))
+    why = r"^decode-0-\w+ has loaded model .*: arithmetic \(AVX2, not AVX512\)"
+    with pytest.raises(StartError, match=why):
+        async with in_process(tiny, kv_memory=1 << 20):
+            pass

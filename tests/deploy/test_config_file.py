@@ -129,6 +129,7 @@ EVERYTHING: dict[str, Any] = {
     "prefix_wait": 9.5,
     "deadline_margin": 2.5,
     "itl_target": 40.5,
+    "ttft_target": 900.5,
     "placement": "disaggregated",
     "metric_names": "vllm",
     "prefix_index_entries": 18,

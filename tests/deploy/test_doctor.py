@@ -44,6 +44,7 @@ HERE = NodeFacts(
 )
 NODE = Node("a1 (10.0.0.2)", facts=HERE)
 RDMA = {"rdma_ports": ("mlx5_0:1",)}
+WAYS = {f"1 threads, {n} x 576": "onednn" if n == 80 else "own" for n in (960, 80, 576)}
 
 
 def found(*nodes: Node, pairs: Sequence[NodePair] = ()) -> list[Finding]:
@@ -87,6 +88,8 @@ def test_nothing_is_wrong_with_a_good_node():
         (node(shared_memory_free_bytes=1 << 20), "shared memory", FAIL, "0.0 GiB free"),
         (node(open_files=1024), "open files", WARN, "at most 1024"),
         (node(numa_nodes=2), "cores", OK, "on 2 NUMA nodes; a worker keeps to one"),
+        (node(processor="X, AMX"), "processor", OK, "X, AMX; products timed: none yet"),
+        (node(product_ways=WAYS), "processor", OK, "timed: 2 by own, 1 by onednn"),
         (node(model=""), "model", FAIL, "is not there"),
         (node(model="12"), "model", OK, "digest 12"),
     ],

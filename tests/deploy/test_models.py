@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,18 @@ import pytest
 from huggingface_hub import errors as hub
 
 from kvrelay.deploy.errors import ModelError
+from kvrelay.deploy.nodes import models
 from kvrelay.deploy.nodes.converted import ConvertedModels
 from kvrelay.deploy.nodes.models import (
     ALIASES,
     ModelFolder,
+    begin_to_find_model,
     convert,
     resolve_model,
     users_models,
 )
-from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+from kvrelay.deploy.options.serve_options import DEFAULT_MODEL, ServeOptions
+from kvrelay.deploy.start_progress import StartProgress
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.text.chat_template import load_chat_template
 from kvrelay.text.output_parsers.formats import format_of
@@ -197,3 +202,22 @@ def test_the_package_is_found_without_being_imported(tmp_path: Path):
     package = ALIASES[DEFAULT_MODEL]
     assert sources == [package.file]
     assert package.module not in sys.modules
+
+
+def test_what_takes_long_is_found_beside_the_start_and_errors_that_show_at_once_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    progress = StartProgress(io.StringIO())
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        begin_to_find_model(ServeOptions(model=str(tmp_path)), progress, seconds=60)
+    converted, whole = threading.Event(), make_checkpoint(tmp_path / "llama")
+
+    def convert_slowly(model: str, *_: object) -> ModelFolder:
+        assert converted.wait(60)
+        return ModelFolder(model, whole)
+
+    monkeypatch.setattr(models, "resolve_model", convert_slowly)
+    found = begin_to_find_model(ServeOptions(model="slow"), progress, seconds=0.01)
+    assert not found.done()
+    converted.set()
+    assert found.result(60) == ModelFolder("slow", whole)

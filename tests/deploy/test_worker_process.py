@@ -107,11 +107,10 @@ async def test_a_process_on_another_machine_cannot_be_observed(elsewhere: str) -
     assert WorkerProcess.find(replace(identity, **changes)) is None
 
 
-def test_a_worker_says_who_it_is_before_it_has_imported_torch():
-    """Its supervisor asks a new process that first, and a test's obedient worker needs no torch."""
-    code = (
-        "import sys, kvrelay.deploy.nodes.worker_host; print({'torch', 'numba'} & set(sys.modules))"
-    )
+def test_neither_the_command_nor_a_worker_that_says_who_it_is_has_imported_torch():
+    """A supervisor asks a new process that first, and a test's obedient worker needs no torch."""
+    modules = "kvrelay.deploy.nodes.worker_host, kvrelay.deploy.deployment"
+    code = f"import sys, {modules}; print({{'torch', 'numba'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 

@@ -24,18 +24,28 @@ class Pair(OneWorker):
     Args:
         kind: ``strict`` or ``adaptive``: who of a pair computes prompts; or ``aggregated``.
         shape: tokens of each prompt, and of each output.
+        chunk: the most prompt tokens of a step.
+        costs: those of a step.
     """
 
-    def __init__(self, kind: str, shape: tuple[int, int], workers: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        kind: str,
+        shape: tuple[int, int],
+        workers: int = 1,
+        chunk: int = CHUNK,
+        costs: tuple[float, float, float, float] = OneWorker.costs,
+        **options: Any,
+    ) -> None:
         Clockwork.__init__(
             self,
-            *(1, 16, 4000, 64, CHUNK),
+            *(1, 16, 4000, 64, chunk),
             aggregated=kind == "aggregated",
             workers=workers,
             audit_pages=False,
             **options,
         )
-        self.kind, self.shape = kind, shape
+        self.kind, self.shape, self.costs = kind, shape, costs
         self.rng = random.Random(0)
         self.left = 0
         self.by_decode = 0
@@ -146,3 +156,18 @@ def test_long_chunks_serve_many_long_prompts_sooner() -> None:
     served = serve("aggregated", shape, clients, rounds=3)
     assert served.tokens_per_second > 1.04 * halved.tokens_per_second
     assert served.ttft < 0.7 * halved.ttft
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(256, 128), (1024, 64)], ids=["short", "long"])
+def test_many_clients_have_first_tokens_as_soon_as_where_prompts_are_computed_whole(
+    shape: tuple[int, int],
+) -> None:
+    """On cores that multiply half as fast, beside an engine on both that bounds no step."""
+    slow, clients = (0.014, 0.0011, 3e-7, 0.0012), 32
+    both = (0.65 * slow[0], 0.65 * slow[1], 0.65 * slow[2], 0.65 * slow[3])
+    whole = serve("aggregated", shape, clients, costs=both, chunk=2048, itl_target=1e6)
+    served = serve("adaptive", shape, clients, costs=slow)
+    assert served.ttft < 1.2 * whole.ttft
+    assert served.itl < 0.5 * whole.itl
+    assert served.tokens_per_second > 1.05 * whole.tokens_per_second

@@ -11,6 +11,7 @@ import pytest
 
 from kvrelay.decode_worker.request import HandedOverRequest
 from kvrelay.engine.executor.step import Step
+from kvrelay.pacing.chunk_size import NONE_WAIT
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.simulation import Simulation, SimWorker, reference
 from tests.engine.simulation.clockwork import Clockwork, is_prompt
@@ -31,19 +32,22 @@ class OneWorker(Clockwork):
         decode: it is a decode worker that gets no prompt from a prefill worker.
     """
 
+    costs = (STEP_SECONDS, TOKEN_SECONDS, PAIR_SECONDS, ROW_SECONDS)
+    """Seconds of a step, and of each token, pair and row in it."""
+
     def __init__(self, *, decode: bool = False, **options: Any) -> None:
         kind = {"local": 1.0} if decode else {"aggregated": True}
         super().__init__(1, 16, 2000, 32, CHUNK, workers=1, audit_pages=False, **kind, **options)
 
     def step_seconds(self, step: Step[Any]) -> float:
-        seconds = STEP_SECONDS
+        seconds, of_token, of_pair, of_row = self.costs
         for item in step.scheduled:
             if is_prompt(item):
                 context = item.token_state.kv_len
-                seconds += item.num_tokens * TOKEN_SECONDS
-                seconds += item.num_tokens * (context + item.num_tokens / 2) * PAIR_SECONDS
+                seconds += item.num_tokens * of_token
+                seconds += item.num_tokens * (context + item.num_tokens / 2) * of_pair
             else:
-                seconds += ROW_SECONDS
+                seconds += of_row
         return seconds
 
 
@@ -108,6 +112,46 @@ def test_itl_beside_long_prompts_keeps_the_target(decode: bool) -> None:
         itl, seconds = stream_beside_prompts(decode=decode, itl_target=target)
         assert itl <= 1.15 * target / 1000
         assert seconds < slower * fastest
+
+
+def test_a_first_token_is_there_by_its_target_where_steps_could_be_shorter() -> None:
+    """Six prompts at once: without a target the last of them takes longer, in shorter steps."""
+
+    def last_first_token(**options: Any) -> tuple[float, float]:
+        rng, simulation = random.Random(7), OneWorker(**options)
+        learn(simulation, rng)
+        streams = [simulation.submit(prompt_of(rng, 8), 200) for _ in range(8)]
+        simulation.run_until(simulation.clock + 1)
+        prompts = [simulation.submit(prompt_of(rng, 600), 2) for _ in range(6)]
+        simulation.run_until(simulation.clock + 30)
+        simulation.assert_at_baseline()
+        gaps = np.concatenate([np.diff(simulation.emitted_at[one]) for one in streams])
+        first = max(simulation.emitted_at[one][0] - one.arrived for one in prompts)
+        return first, float(gaps.max())
+
+    learnt, gap = last_first_token()
+    late, largest = last_first_token(ttft_target=2250)
+    patient, smallest = last_first_token(ttft_target=60_000)
+    assert late < 2.3 < learnt < patient
+    assert smallest < gap <= 1.15 * learnt / 12
+    assert largest <= 1.15 * 2.25 / 8
+
+
+def test_no_step_is_longer_for_what_has_had_its_first_token_or_may_wait() -> None:
+    simulation = OneWorker(decode=True)
+    (worker,) = simulation.decodes
+    computing = worker.scheduler._steps.computing
+    for priority in (1, 0):
+        simulation.submit([priority] * 1600, 2, priority)
+        step_until(simulation, lambda: len(computing) > 0)
+        simulation.clock += 5.0
+        assert computing.waiting.seconds == (0.0 if priority else 5.0)
+        (request,) = computing
+        request.output_ids.append(3)
+        assert computing.waiting == NONE_WAIT
+        request.output_ids.clear()
+        simulation.run_until(simulation.clock + 5)
+    simulation.assert_at_baseline()
 
 
 def test_itl_target_follows_from_the_idle_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import urllib.request
 from pathlib import Path
@@ -48,6 +49,7 @@ async def test_an_aggregated_worker_has_no_nixl_agent_and_lives(tmp_path: Path):
     ports = {port for _, port in listening(psutil.Process()) - before}
     doors = {int(address.rpartition(":")[2]) for address in (info.address, info.metrics_address)}
     assert ports == doors
+    assert b"model_runner" not in pickle.dumps(info), "whoever reads it would import torch"
     await asyncio.wait_for(worker.heartbeat(), 30)
     await worker.stop()
 

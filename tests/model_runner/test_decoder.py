@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import torch_attention
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
+from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
@@ -175,7 +177,29 @@ def test_warm_up_leaves_the_bound_pools_alone(name: str, models: Models) -> None
         pool.data.fill_(torch.nan)
     runner.bind(pools)
     runner.warm_up()
+    runner.warm_up(rows_first=True)
     assert all(pool.data.isnan().all() for pool in pools)
+
+
+def test_a_decode_worker_begins_with_what_rows_need(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill worker that starts beside it compiles what prompts need meanwhile."""
+    runner = ModelRunner(models.folder("llama"), "float32", "cpu")
+    runner.bind([KVPool(geometry, 8, runner.device) for geometry in runner.make_geometries(4)])
+    tokens: list[int] = []
+    forward = runner._decoder.forward
+
+    def count(batch: ForwardBatch, backends: Any) -> Any:
+        tokens.append(len(batch.positions))
+        return forward(batch, backends)
+
+    monkeypatch.setattr(runner._decoder, "forward", count)
+    runner.warm_up(rows_first=True)
+    assert tokens == sorted(tokens)
+    tokens.clear()
+    runner.warm_up()
+    assert tokens == sorted(tokens, reverse=True)
 
 
 def test_geometries(models: Models) -> None:

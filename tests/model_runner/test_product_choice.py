@@ -20,7 +20,7 @@ from kvrelay.model_runner.layers.linear import (
     PanelLinear,
     PlainLinear,
 )
-from kvrelay.model_runner.layers.product_choice import ProductChoice, ProductWay
+from kvrelay.model_runner.layers.product_choice import ProductChoice, ProductWay, measured_ways
 
 OWN, ONEDNN = ProductWay.OWN, ProductWay.ONEDNN
 SHAPE = (256, 256)
@@ -78,6 +78,11 @@ def test_the_next_process_reads_what_the_first_has_measured(tmp_path: Path, cloc
     assert ProductChoice(1, tmp_path, clock).find(SHAPE, read) is ONEDNN
     assert [one.made for one in read.values()] == [0, 0]
     assert ProductChoice(2, tmp_path, clock).find(SHAPE, read) is OWN, "other threads, another row"
+    table = tmp_path / "products.json"
+    other = {"another machine, 1 threads, 256 x 256": {"own": 1.0}}
+    table.write_text(json.dumps(json.loads(table.read_text()) | other))
+    shown = {"1 threads, 256 x 256": ONEDNN, "2 threads, 256 x 256": OWN}
+    assert measured_ways(tmp_path) == shown
 
 
 def test_a_process_that_is_stopped_while_it_measures_keeps_no_other_waiting_for_ever(

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.pacing.chunk_size import choose_chunk_tokens, count_backlog
+from kvrelay.pacing.chunk_size import (
+    NO_TARGETS,
+    LatencyTargets,
+    WaitingPrompts,
+    choose_chunk_tokens,
+    count_backlog,
+)
 from kvrelay.wire.speeds import StepSpeeds, StepWork
 
 
@@ -20,7 +26,8 @@ def test_beside_many_rows_a_step_is_as_long_as_a_few_of_theirs_but_bounded() -> 
 
     def seconds(rows: int, own_prompts: bool, target: float | None = None) -> float:
         work = StepWork(rows=rows)
-        tokens = choose_chunk_tokens(speeds, work, 0, 10_000, 60, target, own_prompts=own_prompts)
+        targets = LatencyTargets(itl_seconds=target)
+        tokens = choose_chunk_tokens(speeds, work, 0, 10_000, 60, targets, own_prompts=own_prompts)
         return speeds.seconds_of(StepWork(tokens, 0, rows))
 
     idle = speeds.step_seconds(1)
@@ -29,3 +36,28 @@ def test_beside_many_rows_a_step_is_as_long_as_a_few_of_theirs_but_bounded() -> 
     assert seconds(11, own_prompts=True) == seconds(11, own_prompts=False)
     assert seconds(40, own_prompts=False) == pytest.approx(1.5 * speeds.step_seconds(40), rel=0.01)
     assert seconds(40, own_prompts=True, target=0.15) == pytest.approx(0.15, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("waited", "targets", "seconds"),
+    [
+        (0.0, NO_TARGETS, 0.126),  # a sixth of the backlog beside eight rows
+        (3.0, NO_TARGETS, 0.25),
+        (100.0, NO_TARGETS, 0.626),  # all of it
+        (100.0, LatencyTargets(itl_seconds=0.1), 0.1),
+        (3.0, LatencyTargets(ttft_seconds=10.0), 0.126),
+        (1.3, LatencyTargets(ttft_seconds=2.0), 0.026 + 0.6 * 0.026 / 0.1),  # 0.1 s for rows
+        (1.5, LatencyTargets(ttft_seconds=2.0), 0.25),
+        (4.0, LatencyTargets(ttft_seconds=2.0), 0.5),
+        (4.0, LatencyTargets(itl_seconds=0.1, ttft_seconds=2.0), 0.1),
+    ],
+)
+def test_steps_lengthen_as_the_oldest_prompt_waits(
+    waited: float, targets: LatencyTargets, seconds: float
+) -> None:
+    """To a twelfth of that, or as far as a target for first tokens wants it."""
+    speeds = StepSpeeds(0.01, 0.001, 0.0, 0.002, prompts_known=True, rows_known=True)
+    rows = StepWork(rows=8)
+    waiting = WaitingPrompts(waited, 600)
+    tokens = choose_chunk_tokens(speeds, rows, 0, 10_000, 600, targets, waiting=waiting)
+    assert speeds.seconds_of(StepWork(tokens, 0, 8)) == pytest.approx(seconds, rel=0.02)

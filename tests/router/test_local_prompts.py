@@ -8,6 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from kvrelay.pacing.chunk_size import LatencyTargets
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.errors import Unavailable
 from kvrelay.router.placement.chosen import Reason
@@ -116,7 +117,20 @@ def test_outputs_of_requests_that_wait_count_as_those_of_earlier_ones() -> None:
     load = WorkerLoad(running_requests=2, speeds=SPEEDS, growth_tokens=16, output_tokens=128)
     queue = ExpectedPrompts(WorkerRole.DECODE, load)
     assert decide(256, queued, Side(queue, num_requests=2)) == BY_DECODE
-    assert decide(256, queued, Side(queue, num_requests=8)) == BY_PREFILL
+    assert decide(256, queued, Side(queue, num_requests=16)) == BY_PREFILL
+
+
+def test_a_prefill_worker_with_a_long_queue_sets_the_pace_though_decode_has_as_much_to_do() -> None:
+    """The last of its prompts generates all of its output after that."""
+    queued = prefill(*[256] * 8)  # 1.1 s
+
+    def busy(output_tokens: int, *prompts: int) -> Side:
+        load = replace(decode(12, *prompts, left=70).queue.load, output_tokens=output_tokens)
+        return Side(ExpectedPrompts(WorkerRole.DECODE, load), num_requests=12)
+
+    assert decide(256, queued, busy(1)) == BY_PREFILL
+    assert decide(256, queued, busy(128)) == BY_DECODE
+    assert decide(256, queued, busy(128, 16)) == BY_PREFILL, "it computes some already"
 
 
 def test_a_prefill_worker_that_reads_the_session_computes_the_rest_only() -> None:
@@ -147,8 +161,8 @@ def test_prompts_in_steps_come_before_it_too() -> None:
 
 def test_a_looser_target_lets_more_prompts_in() -> None:
     busy, queued = decode(8), prefill(1024)
-    assert not decide(1024, queued, busy, itl_target=0.025).by_decode
-    assert decide(1024, queued, busy, itl_target=0.3).by_decode
+    assert not decide(1024, queued, busy, LatencyTargets(itl_seconds=0.025)).by_decode
+    assert decide(1024, queued, busy, LatencyTargets(itl_seconds=0.3)).by_decode
 
 
 def test_a_decode_worker_that_has_computed_none_is_taken_to_be_as_fast() -> None:

@@ -42,6 +42,8 @@ class Simulation(SimRouter):
 
     write_bytes_per_second = 1e9
     """From decode to prefill workers: what sessions are lent with."""
+    clock = 0.0
+    """The moment; it goes on where clocks are virtual."""
     late = False
     """Devices compute as late as events allow. A test sets it for all of its simulations."""
     slow_forwards = False
@@ -93,6 +95,7 @@ class Simulation(SimRouter):
                 host_pages,
                 make_store,
                 device=LateStreams(self.random) if self.late else None,
+                now=lambda: self.clock,
             )
 
         if aggregated:

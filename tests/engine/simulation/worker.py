@@ -93,6 +93,8 @@ class SimWorker:
     """Between the device and the host, that were ordered and have not ended."""
     device: LateStreams | None = None
     """What computes late; None: a step is computed when it ends."""
+    now: Callable[[], float] = lambda: 0.0
+    """The moment, by which requests have waited."""
     steps: deque[Step[Any]] = field(default_factory=deque)
     """Those that the engine has launched and that have not ended."""
     not_taken: deque[Step[Any]] = field(default_factory=deque)
@@ -138,6 +140,7 @@ class SimWorker:
             chunk_tokens=self.config.chunk_tokens,
             host_tier=self.tier,
             wake_in=lambda seconds: self.wakes.append(self.kv_cache.clock() + seconds),
+            clock=self.now,
         )
         scheduler: Any
         if self.role_name is WorkerRole.AGGREGATED:
