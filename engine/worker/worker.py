@@ -287,7 +287,7 @@ class Worker:
             pool_tokens=self._parts.kv_cache.max_lease_tokens,
             max_model_len=model.max_model_len,
             vocab_size=checkpoint.vocab_size,
-            architecture=checkpoint.architecture.value,
+            architecture=checkpoint.architecture,
             eos_token_ids=tuple(checkpoint.eos_token_ids),
             model=model.digest,
             version=VERSION,
