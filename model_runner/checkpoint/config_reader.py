@@ -15,6 +15,7 @@ from kvrelay.model_runner.config.model_config import (
     MLAConfig,
     ModelConfig,
 )
+from kvrelay.model_runner.errors import UnknownArchitectureError
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -50,7 +51,7 @@ def read_config(folder: Path) -> ModelConfig:
         and config.flag("mlp_bias", False),
         tie_word_embeddings=config.flag("tie_word_embeddings", gemma),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(config, folder / GENERATION_CONFIG_NAME, vocab_size),
+        eos_token_ids=read_eos_token_ids(config, folder, vocab_size),
         post_norms=gemma,
         add_unit_offset=gemma,
         embedding_scale=hidden_size**0.5 if gemma else 1.0,
@@ -67,9 +68,10 @@ def _architecture(config: ConfigFile) -> Architecture:
         return Architecture(names[0])
     except ValueError:
         supported = ", ".join(Architecture)
-        raise config.error(
+        error = config.error(
             "architectures", f"{names[0]!r} is not supported (these are: {supported})"
-        ) from None
+        )
+        raise UnknownArchitectureError(str(error)) from None
 
 
 def _activation(config: ConfigFile, gemma: bool) -> Activation:
@@ -178,8 +180,10 @@ def _logit_softcap(config: ConfigFile, architecture: Architecture) -> float | No
     return config.number_or_none("final_logit_softcapping", default)
 
 
-def _eos_token_ids(config: ConfigFile, generation_path: Path, vocab_size: int) -> tuple[int, ...]:
+def read_eos_token_ids(config: ConfigFile, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Read the end-of-sequence tokens of `folder`: generation_config.json has the last word."""
     ids = config.token_ids("eos_token_id", vocab_size)
+    generation_path = folder / GENERATION_CONFIG_NAME
     if generation_path.exists():
         generation = ConfigFile.read(generation_path)
         ids = generation.token_ids("eos_token_id", vocab_size) or ids
