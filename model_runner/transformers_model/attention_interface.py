@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kvrelay.model_runner.transformers_model.described_mask import DescribedMask
-from kvrelay.model_runner.transformers_model.refusals import ModelCodeError
+from kvrelay.model_runner.transformers_model.refusals import FARTHEST, ModelCodeError
 
 NAME: Final = "kvrelay"
 """The name of our attention among transformers' implementations."""
@@ -44,9 +44,6 @@ _HARMLESS: Final = frozenset(
     }
 )
 """Arguments of attention that change nothing: some models hand on whatever they were given."""
-
-_FARTHEST: Final = 1 << 30
-"""The length of contexts that models are told: windows longer than it are left out of masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,7 @@ class CacheOfForward:
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """The length of contexts, and where they begin."""
-        return _FARTHEST, 0
+        return FARTHEST, 0
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any

@@ -9,8 +9,10 @@ from typing import Final
 
 from kvrelay.model_runner.errors import CheckpointError, ModelRunnerError
 
-_MASK: Final = "DescribedMask"
-"""The class in place of a mask, which is none to compute with."""
+FARTHEST: Final = 1 << 30
+"""The length of contexts that models are told: windows longer than it are left out of masks."""
+_SIGNS_OF_OWN_MASKS: Final = ("DescribedMask", str(FARTHEST))
+"""The words of errors of models that compute with a mask: they name its class or its length."""
 
 
 class ModelCodeError(ModelRunnerError):
@@ -37,7 +39,7 @@ def refusing(path: Path, architecture: str, doing: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         reason = f"{doing} failed: {type(error).__name__}: {text}"
-        if _MASK in text:
+        if any(sign in text for sign in _SIGNS_OF_OWN_MASKS):
             reason = "it computes with its masks itself"
         raise CheckpointError(_line(path, architecture, reason)) from error
 

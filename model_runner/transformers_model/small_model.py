@@ -72,7 +72,7 @@ def shrink(config: Any) -> Any:
 
 
 def _by_index(fields: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """What some layers have of their own, by their index."""
+    """The fields that some layers have of their own, by their index."""
     return {int(index): own for index, own in (fields.get(_BY_INDEX) or {}).items()}
 
 
@@ -106,7 +106,7 @@ def _cut(name: str, value: Any, num_layers: int, order: list[int]) -> Any:
 
 
 def _cut_one_layer(own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut what one layer has of its own; wider heads than others' stay wider."""
+    """Cut the fields that one layer has of its own; wider heads than others' stay wider."""
     cut = {name: _cut(name, value, 0, []) for name, value in own.items()}
     if own.get("head_dim", 0) > fields.get("head_dim", own.get("head_dim", 0)):
         cut["head_dim"] *= 2

@@ -19,6 +19,7 @@ from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.transformers_model.configuration import (
     TransformersConfig,
     quietly,
+    read_transformers_config,
 )
 from kvrelay.model_runner.transformers_model.self_proof import plain_logits
 from kvrelay.model_runner.transformers_model.small_model import make_small_model, shrink
@@ -68,7 +69,8 @@ def all_kinds() -> dict[str, str]:
     kinds: dict[str, str] = {}
     for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = names[0] if isinstance(names, tuple) else names
-        if name not in kinds or name.lower().startswith(kind.replace("_", "").replace("-", "")):
+        plain = kind.removesuffix("_text").replace("_", "").replace("-", "")
+        if name not in kinds or name.lower().startswith(plain):
             kinds[name] = kind
     return {kind: name for name, kind in kinds.items()}
 
@@ -102,7 +104,8 @@ def find(kind: str, folder: Path) -> Found:
         model = save_small(kind, folder)
     # Configurations and models raise whatever they meet.
     except Exception as error:
-        return Found(kind, architecture, f"no small model: {_shortly(error)}")
+        why = f"no small model: {_shortly(error)}"
+        return Found(kind, architecture, _refusal_of_default(kind, folder) or why)
     try:
         runner = serve(folder)
     except CheckpointError as error:
@@ -117,6 +120,19 @@ def find(kind: str, folder: Path) -> Found:
         attention="kernels" if by_kernels and not config.layout.latents else "gathered",
         difference=compare(runner, model),
     )
+
+
+def _refusal_of_default(kind: str, folder: Path) -> str:
+    """Why what transformers takes by default is refused, if its configuration says so."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config = CONFIG_MAPPING[kind](architectures=[all_kinds()[kind]])
+        config.save_pretrained(folder)
+        read_transformers_config(folder)
+    except Exception as error:
+        return _shortly(error)
+    return ""
 
 
 def compare(runner: ModelRunner, model: Any) -> float:
