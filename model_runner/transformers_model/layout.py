@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from kvrelay.model_runner.config.pool_layers import PoolLayers
 from kvrelay.model_runner.config.query_heads import QueryHeads
@@ -113,7 +114,7 @@ class _Probe:
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads or value.shape[1] != kv_heads:
             raise ModelCodeError(f"{kv_heads} heads of keys do not divide {heads} of queries")
-        window = scoring.window if mask is None else find_window(mask, self._longest)
+        window = scoring.window if mask is None else self._find_window(mask)
         if isinstance(window, int) and window >= self._longest:
             window = None
         wider = max(key.shape[3], value.shape[3])
@@ -130,6 +131,31 @@ class _Probe:
         )
         return query.new_empty(1, query.shape[2], heads, value.shape[3])
 
+    def _find_window(self, mask: DescribedMask) -> int | Unbounded | None:
+        try:
+            return find_window(mask, self._longest)
+        except (NotImplementedError, RuntimeError):  # it reads tensors, which have no contents here
+            return Unbounded.ASK
+
+
+class _NothingChosen(TorchFunctionMode):
+    """Let code that looks for places on the meta device find none: no token goes to any expert."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.nonzero, torch.Tensor.nonzero, torch.where) and len(args) == 1:
+            places: torch.Tensor = args[0].new_empty(0, args[0].ndim, dtype=torch.int64)
+            as_columns = func is torch.where or (kwargs or {}).get("as_tuple", False)
+            return places.unbind(1) if as_columns else places
+        if func is torch.Tensor.__contains__:
+            return False
+        if func is torch.Tensor.tolist and args[0].is_meta:
+            return [0] * len(args[0])
+        if func is torch.Tensor.split and isinstance(args[1], list):  # by counts that were none
+            return (args[0], *[args[0][:0]] * (len(args[1]) - 1))
+        return func(*args, **(kwargs or {}))
+
 
 def find_layout(model: Any, longest: int) -> Layout:
     """Find the layout of a model on the meta device, for sequences of up to `longest` tokens.
@@ -140,7 +166,7 @@ def find_layout(model: Any, longest: int) -> Layout:
     use_attention(model, NAME)
     probe = _Probe(longest)
     tokens = torch.zeros(1, _PROBED_TOKENS, dtype=torch.int64, device="meta")
-    with running(probe), torch.inference_mode():
+    with running(probe), _NothingChosen(), torch.inference_mode():
         model(
             input_ids=tokens,
             position_ids=torch.arange(_PROBED_TOKENS, device="meta")[None],
@@ -154,10 +180,12 @@ def find_layout(model: Any, longest: int) -> Layout:
 
 def _find_latents(probe: _Probe) -> list[tuple[int, int]]:
     """The latents and rotary keys that are stored in place of keys and values; maybe none."""
-    if all(stored in probe.attended for stored in probe.stored):
+    is_latent = [
+        first[1] == second[1] == 1 and (first, second) not in probe.attended
+        for first, second in probe.stored
+    ]
+    if not any(is_latent):
         return []
-    if len(probe.stored) != len(probe.calls):
+    if not all(is_latent) or len(probe.stored) != len(probe.calls):
         raise ModelCodeError("only some of its layers store latents")
-    if any(first[1] != 1 or second[1] != 1 for first, second in probe.stored):
-        raise ModelCodeError("it stores something else than keys and values or latents")
     return [(first[3], second[3]) for first, second in probe.stored]

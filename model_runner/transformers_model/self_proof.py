@@ -2,8 +2,8 @@
 
 Many models would be served wrong without an exception: positions that they count themselves, masks
 that they cut, states that they keep. So nothing is taken for granted. First a small random model of
-the same code runs in float32, where every length of the configuration is shorter than the proof's
-sequences; then the loaded weights.
+the same code runs in float32, with every length in its configuration below the proof's sequences.
+Then the loaded weights are tried on a few tokens.
 """
 
 from __future__ import annotations

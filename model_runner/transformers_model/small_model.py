@@ -16,6 +16,7 @@ PRETRAINED: Final = 16
 """The length that a model was pretrained with, after it is cut."""
 _HEAD_DIM: Final = 16
 _LEAST_LAYERS: Final = 4
+_SPECIAL_TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _BY_INDEX: Final = "per_layer_config"
 """The field that says what some layers have of their own."""
 
@@ -39,14 +40,12 @@ _SIZES: Final[Mapping[str, int]] = {
     "original_max_position_embeddings": PRETRAINED,
     "global_head_dim": 2 * _HEAD_DIM,
     "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
     "rotary_dim": 8,
     "first_k_dense_replace": 1,
     "n_group": 2,
     "topk_group": 1,
     "num_kv_shared_layers": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 """The sizes that fields are cut to, by their names; smaller values stay."""
 
@@ -56,6 +55,8 @@ def shrink(config: Any) -> Any:
     fields = config.to_dict()
     names = getattr(type(config), "attribute_map", {})
     layers = names.get("num_hidden_layers", "num_hidden_layers")
+    if layers not in fields:
+        layers = "num_layers"
     if layers not in fields:
         raise ModelCodeError("it takes more than text, or its configuration says no layers")
     num_layers, by_index = fields[layers], _by_index(fields)
@@ -67,6 +68,7 @@ def shrink(config: Any) -> Any:
             for place, index in enumerate(order)
             if index in by_index
         }
+    small |= {name: one for name, one in _SPECIAL_TOKENS.items() if fields.get(name) is not None}
     small[layers] = len(order)
     return type(config).from_dict(small | _cut_heads(fields, names))
 
@@ -114,7 +116,7 @@ def _cut_one_layer(own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[st
 
 
 def _cut_heads(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
-    """Few heads, as many to each head of keys as there are, up to four."""
+    """Few heads, with one, two or four to each head of keys."""
     own = names.get("num_attention_heads", "num_attention_heads")
     keys = names.get("num_key_value_heads", "num_key_value_heads")
     heads, kv_heads = fields[own], fields.get(keys)
@@ -123,7 +125,7 @@ def _cut_heads(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
     elif kv_heads == 1:
         cut = {own: 4, keys: 1}
     else:
-        cut = {own: 2 * min(heads // kv_heads, 4), keys: 2}
+        cut = {own: 4 if heads // kv_heads < 4 else 8, keys: 2}
     head_dim = fields.get("head_dim")
     if head_dim is None:
         cut[names.get("hidden_size", "hidden_size")] = cut[own] * _HEAD_DIM

@@ -37,7 +37,8 @@ def load_model(
     folder = config.path.parent
     cls = model_class(config.config, config.architecture)
     # Nothing is ignored in silence: MTP layers by a number of one model, for example.
-    strict = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": None})
+    own = {"_keys_to_ignore_on_load_unexpected": None, "__module__": cls.__module__}
+    strict: Any = type(cls.__name__, (cls,), own)
     with refusing(config.path, config.architecture, "loading its weights"), quietly():
         model, info = strict.from_pretrained(
             folder,
@@ -46,6 +47,7 @@ def load_model(
             attn_implementation="eager",
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     _check_loaded(config, info)
@@ -65,7 +67,11 @@ def _check_loaded(config: TransformersConfig, info: Any) -> None:
         name, *others = sorted(info["missing_keys"])
         raise CheckpointError(f"{folder}: tensor {name} is missing{_more(others)}")
     if info["mismatched_keys"]:
-        raise CheckpointError(f"{folder}: tensors are misshapen: {sorted(info['mismatched_keys'])}")
+        (name, stored, expected), *others = sorted(info["mismatched_keys"])
+        raise CheckpointError(
+            f"{folder}: tensor {name} has shape {list(stored)}, expected {list(expected)}"
+            f"{_more(others)}"
+        )
     left = [
         name
         for name in sorted(info["unexpected_keys"])
