@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from kvrelay.model_runner.layers.elementwise import (
     Elementwise,
@@ -16,8 +19,39 @@ from kvrelay.model_runner.layers.elementwise import (
 )
 from kvrelay.model_runner.layers.linear import Linear, LinearFactory
 
-_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_GATED: Final = ("gate_proj", "up_proj")
+_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), _GATED)
 """The names of products that models compute of the same inputs, one after the other."""
+
+
+class WatchedLinear(nn.Linear):
+    """An `nn.Linear` that notes whether others read its weight: then it must stay as it is."""
+
+    is_read = False
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight, for code that is not this product's."""
+        self.is_read = True
+        return self.own_weight
+
+    @property
+    def own_weight(self) -> torch.Tensor:
+        """The weight, for the product itself."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        return functional.linear(x, self.own_weight, self.bias)
+
+
+def watch_products(model: nn.Module) -> None:
+    """Let the products of a model note who reads their weights, before its own forward runs."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = WatchedLinear
 
 
 class OwnLinear(nn.Module):
@@ -27,9 +61,6 @@ class OwnLinear(nn.Module):
         super().__init__()
         self._product = product
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Some models ask for its dtype. The memory is the product's alone.
-        self.weight = linear.weight.to("meta")
-        self.bias = None if linear.bias is None else linear.bias.to("meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``."""
@@ -75,12 +106,29 @@ class JoinedLinear(nn.Module):
         self._joined = joined
         self._index = index
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = linear.weight.to("meta")
-        self.bias = None if linear.bias is None else linear.bias.to("meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``."""
         return self._joined.part(x, self._index)
+
+
+class OwnGatedProduct(nn.Module):
+    """A gated feed-forward of ours in place of a model's."""
+
+    def __init__(
+        self, gate_up: Linear, down: Linear, activate: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self._gate_up = gate_up
+        self._down = down
+        self._activate = activate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``down(activation(gate(x)) * up(x))``, ``[..., hidden_size]`` both."""
+        if not x.numel():
+            return torch.empty_like(x)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._down(self._activate(self._gate_up(rows))).view(x.shape)
 
 
 class OwnNorm(nn.Module):
@@ -106,46 +154,77 @@ class OwnNorm(nn.Module):
 
 
 def install_parts(model: nn.Module, linears: LinearFactory, elementwise: Elementwise) -> None:
-    """Replace the products and norms of a loaded model by ours.
+    """Replace products, norms and gated feed-forwards of a loaded model by ours.
 
-    A norm is replaced if it computes what ours does. Each weight is dropped once it is replaced.
+    Its products were watched while its own forward ran. Norms and feed-forwards are replaced if
+    they compute what ours do. Each weight is dropped once it is replaced.
     """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            own: nn.Module | None = _own_gated_product(child, linears, elementwise)
+            if own is None and type(elementwise) is not TorchElementwise:
+                own = _own_norm(child, elementwise)
+            if own is not None:
+                setattr(parent, name, own)
     for parent in list(model.modules()):
         for names in _find_joined(parent):
             _join(parent, names, linears)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(
-                    parent, name, OwnLinear(child, linears.make(child.weight.data, _bias(child)))
-                )
-            elif type(elementwise) is not TorchElementwise:
-                norm = _own_norm(child, elementwise)
-                if norm is not None:
-                    setattr(parent, name, norm)
+            if isinstance(child, WatchedLinear) and not child.is_read:
+                setattr(parent, name, OwnLinear(child, _make(linears, child)))
+
+
+def _make(linears: LinearFactory, *parts: WatchedLinear) -> Linear:
+    """Make one product of several with the same inputs."""
+    weights = [one.own_weight.data for one in parts]
+    biases = [one.bias.data for one in parts if one.bias is not None]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return linears.make(weight, torch.cat(biases) if biases else None)
+
+
+def _own_gated_product(
+    module: Any, linears: LinearFactory, elementwise: Elementwise
+) -> OwnGatedProduct | None:
+    """Our feed-forward in place of a module, if it computes the same; None: it does not."""
+    parts = [getattr(module, name, None) for name in (*_GATED, "down_proj")]
+    known = [one for one in parts if isinstance(one, WatchedLinear) and not one.is_read]
+    takes_one = len(inspect.signature(module.forward).parameters) == 1
+    if len(known) != len(parts) or not _are_alike(known[:2]) or not takes_one:
+        return None
+    gate, up, down = known
+    weight = gate.own_weight
+    sample = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device)
+    sample = sample.to(weight.dtype).view(1, 2, -1)
+    expected = module(sample)
+    ways = (
+        (functional.silu, elementwise.silu_mul),
+        (partial(functional.gelu, approximate="tanh"), elementwise.gelu_mul),
+    )
+    for activation, activate in ways:
+        if torch.equal(down(activation(gate(sample)) * up(sample)), expected):
+            return OwnGatedProduct(_make(linears, gate, up), _make(linears, down), activate)
+    return None
 
 
 def _find_joined(parent: nn.Module) -> Iterator[tuple[str, ...]]:
     """The names of a module's products that are one product of ours."""
     for names in _TOGETHER:
         parts = [getattr(parent, name, None) for name in names]
-        linears = [part for part in parts if type(part) is nn.Linear]
-        alike = {(one.in_features, one.bias is None, one.weight.dtype) for one in linears}
-        if len(linears) == len(names) and len(alike) == 1:
+        linears = [one for one in parts if isinstance(one, WatchedLinear) and not one.is_read]
+        if len(linears) == len(names) and _are_alike(linears):
             yield names
+
+
+def _are_alike(linears: Sequence[WatchedLinear]) -> bool:
+    """Whether one product can have the outputs of several."""
+    return len({(one.in_features, one.bias is None, one.own_weight.dtype) for one in linears}) == 1
 
 
 def _join(parent: nn.Module, names: Sequence[str], linears: LinearFactory) -> None:
     parts = [getattr(parent, name) for name in names]
-    weight = torch.cat([one.weight.data for one in parts])
-    biases = [bias for one in parts if (bias := _bias(one)) is not None]
-    product = linears.make(weight, torch.cat(biases) if biases else None)
-    joined = JoinedProduct(product, [one.out_features for one in parts])
+    joined = JoinedProduct(_make(linears, *parts), [one.out_features for one in parts])
     for index, (name, one) in enumerate(zip(names, parts, strict=True)):
         setattr(parent, name, JoinedLinear(one, joined, index))
-
-
-def _bias(linear: nn.Linear) -> torch.Tensor | None:
-    return None if linear.bias is None else linear.bias.data
 
 
 def _own_norm(module: Any, elementwise: Elementwise) -> OwnNorm | None:

@@ -166,6 +166,8 @@ class PoolStep:
         if call.in_kernels:
             attended = self._steps[call.heads].attend(call.place, rows)
             attended = attended.view(1, tokens, heads, width)
+            if call.value_dim == width:
+                return attended
             return attended[..., : call.value_dim].contiguous()
         pages = self._pool.layer(call.place)
         new = _widened(rows[:, heads:], pages.shape[-1])

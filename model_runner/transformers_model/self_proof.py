@@ -26,7 +26,7 @@ from kvrelay.model_runner.layers.elementwise import Elementwise
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.transformers_model.attention_interface import plain_attention
 from kvrelay.model_runner.transformers_model.configuration import TransformersConfig, describe
-from kvrelay.model_runner.transformers_model.own_parts import install_parts
+from kvrelay.model_runner.transformers_model.own_parts import install_parts, watch_products
 from kvrelay.model_runner.transformers_model.paged_attention import LayoutAttention, PoolAttention
 from kvrelay.model_runner.transformers_model.refusals import ModelCodeError, refusing
 from kvrelay.model_runner.transformers_model.small_model import make_small_model, shrink
@@ -94,6 +94,7 @@ def load_proven(
     model, digest = load_model(config, dtype, device, on_read)
     with refusing(config.path, config.architecture, "its proof"):
         texts = _make_texts(LOADED.lengths, config.vocab_size)
+        watch_products(model)
         expected = [plain_logits(model, text) for text in texts]
         install_parts(model, linears, elementwise)
         decoder = TransformersDecoder(model, config.layout, threads)

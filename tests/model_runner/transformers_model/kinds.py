@@ -42,7 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": _DEFAULT_ROPE,
     },
     "deepseek_v2": _EXPERTS,
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128}),
+    **{one: {"head_dim": 128} for one in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "nemotron": {"num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "dots1": {**_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1},
