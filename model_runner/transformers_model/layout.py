@@ -152,8 +152,8 @@ class _NothingChosen(TorchFunctionMode):
             return False
         if func is torch.Tensor.tolist and args[0].is_meta:
             return [0] * len(args[0])
-        if func is torch.Tensor.split and isinstance(args[1], list):  # by counts that were none
-            return (args[0], *[args[0][:0]] * (len(args[1]) - 1))
+        if func is torch.Tensor.split and isinstance(args[1], list) and not any(args[1]):
+            return (args[0], *[args[0][:0]] * (len(args[1]) - 1))  # by counts from above
         return func(*args, **(kwargs or {}))
 
 

@@ -29,7 +29,7 @@ class WatchedLinear(nn.Linear):
 
     is_read = False
 
-    @property
+    @property  # type: ignore[override]
     def weight(self) -> torch.Tensor:
         """The weight, for code that is not this product's."""
         self.is_read = True

@@ -21,6 +21,7 @@ from kvrelay.model_runner.transformers_model.configuration import (
     quietly,
     read_transformers_config,
 )
+from kvrelay.model_runner.transformers_model.refusals import ModelCodeError
 from kvrelay.model_runner.transformers_model.self_proof import plain_logits
 from kvrelay.model_runner.transformers_model.small_model import make_small_model, shrink
 from tests.model_runner.sequences import Sequences
@@ -44,6 +45,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _EXPERTS,
     **{one: {"head_dim": 128} for one in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "nemotron": {"num_key_value_heads": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "dots1": {**_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1},
 }
@@ -73,7 +75,7 @@ def all_kinds() -> dict[str, str]:
     for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = names[0] if isinstance(names, tuple) else names
         plain = kind.removesuffix("_text").replace("_", "").replace("-", "")
-        if name not in kinds or name.lower().startswith(plain):
+        if name not in kinds or name.lower().replace("_", "").startswith(plain):
             kinds[name] = kind
     return {kind: name for name, kind in kinds.items()}
 
@@ -107,8 +109,7 @@ def find(kind: str, folder: Path) -> Found:
         model = save_small(kind, folder)
     # Configurations and models raise whatever they meet.
     except Exception as error:
-        why = f"no small model: {_shortly(error)}"
-        return Found(kind, architecture, _refusal_of_default(kind, folder) or why)
+        return Found(kind, architecture, _refusal_of_default(kind, folder) or _shortly(error))
     try:
         runner = serve(folder)
     except CheckpointError as error:
@@ -179,7 +180,8 @@ def steps(texts: Sequence[Sequence[int]]) -> Iterator[dict[int, Sequence[int]]]:
 def _shortly(error: Exception) -> str:
     """An error without what differs from run to run."""
     text = " ".join(str(error).split()).partition("model code: ")
-    return re.sub(r" \(by .*\)$", "", text[2] or f"{type(error).__name__}: {text[0]}")[:160]
+    unknown = text[0] if isinstance(error, ModelCodeError) else f"{type(error).__name__}: {text[0]}"
+    return re.sub(r" \(by .*\)$", "", text[2] or unknown)[:160]
 
 
 def read_results() -> dict[str, Found]:

@@ -1,6 +1,6 @@
-"""`python -m tests.model_runner.transformers_model.survey`: writes docs/models.json anew.
+"""`python -m tests.model_runner.transformers_model.survey`: writes docs/models.json.
 
-With names of kinds it prints what it finds of these.
+Arguments are the kinds whose rows are found anew; without any it is all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.model_runner.transformers_model.kinds import all_kinds, find, write_results
+from tests.model_runner.transformers_model.kinds import (
+    all_kinds,
+    find,
+    read_results,
+    write_results,
+)
 
 
 def main() -> None:
@@ -22,8 +27,8 @@ def main() -> None:
             found.append(find(kind, Path(folder)))
         sys.stdout.write(f"{found[-1]}\n")
         sys.stdout.flush()
-    if not wanted:
-        write_results(found)
+    known = read_results() if wanted else {}
+    write_results(list((known | {one.kind: one for one in found}).values()))
 
 
 if __name__ == "__main__":

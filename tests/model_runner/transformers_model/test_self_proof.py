@@ -15,6 +15,7 @@ from kvrelay.model_runner.transformers_model import (
     attention_interface,
     configuration,
     layout,
+    own_parts,
     rope_lengths,
     self_proof,
 )
@@ -78,7 +79,7 @@ def test_planted_fault_is_refused(
 
 def test_loaded_weights_are_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_small("phi", tmp_path)
-    install = self_proof.install_parts
+    install = own_parts.install_parts
 
     def install_another(model: nn.Module, *parts: Any) -> None:
         for weight in model.parameters():
