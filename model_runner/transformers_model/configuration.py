@@ -138,8 +138,7 @@ def _eos_token_ids(fields: ConfigFile, config: Any, folder: Path) -> tuple[int, 
 
 def _refuse_states(model: Any) -> None:
     """Refuse a model whose layers keep a state: it has no pages."""
-    for module in model.modules():
-        cls = type(module)
+    for cls in {type(module): None for module in model.modules()}:
         if not cls.__module__.startswith("transformers.models"):
             continue
         source = inspect.getsource(cls.forward)

@@ -29,8 +29,8 @@ class WatchedLinear(nn.Linear):
 
     is_read = False
 
-    @property  # type: ignore[override]
-    def weight(self) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight, for code that is not this product's."""
         self.is_read = True
         return self.own_weight
@@ -141,7 +141,7 @@ class OwnNorm(nn.Module):
         self._eps = eps
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weight as the checkpoint has it."""
         return self._weight.stored
 

@@ -16,6 +16,7 @@ PRETRAINED: Final = 16
 """The length that a model was pretrained with, after it is cut."""
 _HEAD_DIM: Final = 16
 _LEAST_LAYERS: Final = 4
+_MOST_KINDS: Final = 6
 _SPECIAL_TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _BY_INDEX: Final = "per_layer_config"
 """The field that says what some layers have of their own."""
@@ -92,7 +93,10 @@ def _kept_layers(
 
 
 def _is_by_layer(value: object, num_layers: int) -> bool:
-    return isinstance(value, list) and len(value) == num_layers > 1
+    """Whether a field has a value for each layer; lists of layers themselves have too many."""
+    if not isinstance(value, list) or not len(value) == num_layers > 1:
+        return False
+    return len(set(map(str, value))) <= _MOST_KINDS
 
 
 def _cut(name: str, value: Any, num_layers: int, order: list[int]) -> Any:
