@@ -141,7 +141,7 @@ class OwnNorm(nn.Module):
         self._eps = eps
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
+    def weight(self) -> torch.Tensor:
         """The weight as the checkpoint has it."""
         return self._weight.stored
 
