@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from kvrelay.model_runner.config.pool_layers import PoolLayers
 from kvrelay.model_runner.transformers_model.layout import Layout, find_layout
 from kvrelay.model_runner.transformers_model.refusals import ModelCodeError, refusing
 from kvrelay.model_runner.transformers_model.rope_lengths import hold_frequencies, steady_length
+
+logger = logging.getLogger(__name__)
 
 _LONGEST: Final = 1 << 20
 """The length that masks are asked for where a configuration says none."""
@@ -66,7 +69,11 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     with refusing(path, architecture, "its configuration"):
         config = _read(folder)
         model_class(config, architecture)
-        return describe(config, architecture, path, _eos_token_ids(fields, config, folder))
+        described = describe(config, architecture, path, _eos_token_ids(fields, config, folder))
+    if described.max_model_len == steady_length(config.get_text_config(decoder=True)):
+        length = described.max_model_len
+        logger.warning("sequences end at %d tokens: beyond, its rotation follows others", length)
+    return described
 
 
 def describe(

@@ -8,6 +8,7 @@ Then the loaded weights are tried on a few tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from kvrelay.model_runner.transformers_model.refusals import ModelCodeError, ref
 from kvrelay.model_runner.transformers_model.small_model import make_small_model, shrink
 from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 from kvrelay.model_runner.transformers_model.weights import load_model
+
+logger = logging.getLogger(__name__)
 
 _SMALL_TOLERANCE: Final = 1e-4
 """The largest difference of logits of the small model, as a part of the largest logit."""
@@ -100,6 +103,7 @@ def load_proven(
         decoder = TransformersDecoder(model, config.layout, threads)
         paged = _PagedRun(decoder, attention, config.layout.pools, dtype, device)
         _check_loaded(paged.run(texts, LOADED), expected, dtype)
+    logger.info("%s runs by transformers' code, which has proved itself", config.architecture)
     return decoder, digest
 
 

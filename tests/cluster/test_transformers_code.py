@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.engine.config import Speculation
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.transformers_model.self_proof import plain_logits
@@ -33,7 +34,7 @@ def greedy(model: Any, prompt: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("phi", marks=pytest.mark.slow),  # one pool of keys and values
+        pytest.param("phi", marks=pytest.mark.slow),  # one pool; it drafts for itself
         "gemma4_text",  # two pools of unlike heads, one with a window
         pytest.param("gpt_oss", marks=pytest.mark.slow),  # the same with sinks
         pytest.param("mimo_v2_flash", marks=pytest.mark.slow),  # keys and values of unlike width
@@ -42,6 +43,9 @@ def greedy(model: Any, prompt: Sequence[int]) -> list[int]:
 )
 async def test_pair(kind: str, tmp_path: Path) -> None:
     model = save_small(kind, tmp_path)
+    drafts = (
+        {"speculation": Speculation.DRAFT, "draft_model_path": tmp_path} if kind == "phi" else {}
+    )
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     async with in_process(
         tmp_path,
@@ -51,6 +55,7 @@ async def test_pair(kind: str, tmp_path: Path) -> None:
         chunk_tokens=16,
         debug_retract_every=11,
         verify_pages=VerifyPages.ALL,
+        **drafts,
     ) as cluster:
 
         async def ask(prompt: Sequence[int]) -> list[int]:
@@ -62,5 +67,6 @@ async def test_pair(kind: str, tmp_path: Path) -> None:
         answers = [*await asyncio.gather(*map(ask, PROMPTS)), await ask(SHARED)]
         assert await cluster.metric("kvrelay_transfers_total") > 0
         assert await cluster.metric("kvrelay_retractions_total") > 0
+        assert (await cluster.metric("kvrelay_accepted_draft_tokens_total") > 0) == bool(drafts)
         await cluster.assert_at_baseline()
     assert answers == [greedy(model, prompt) for prompt in (*PROMPTS, SHARED)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
 
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.model_code import ModelCode
@@ -16,7 +19,18 @@ from kvrelay.model_runner.errors import (
     UnknownArchitectureError,
     UnsupportedOptionError,
 )
+from kvrelay.model_runner.layers.elementwise import TorchElementwise
+from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.transformers_model.own_parts import (
+    JoinedLinear,
+    OwnGatedProduct,
+    OwnLinear,
+    OwnNorm,
+    WatchedLinear,
+    install_parts,
+    watch_products,
+)
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
 from tests.model_runner.transformers_model.kinds import save_small, serve
@@ -64,6 +78,35 @@ def test_half_precision_is_close(name: str, models: Models, tokens: list[int]) -
     expected = models.logits(name, tokens[:44])
     errors = (torch.cat(parts) - expected).norm(dim=1) / expected.norm(dim=1)
     assert errors.median() < 0.06
+
+
+def test_products_norms_and_feed_forwards_are_ours(models: Models) -> None:
+    kinds = Counter(
+        type(one) for one in serve(models.folder("llama"), "bfloat16")._decoder._model.modules()
+    )
+    assert kinds[OwnGatedProduct] == 2
+    assert kinds[JoinedLinear] == 2 * len(("q_proj", "k_proj", "v_proj"))
+    assert kinds[OwnLinear] == 2 * len(("o_proj",)) + len(("lm_head",))
+    assert kinds[OwnNorm] == 2 * 2 + 1
+    assert not kinds[nn.Linear] + kinds[WatchedLinear]
+
+
+def test_product_whose_weight_others_read_stays() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores, self.plain = nn.Linear(4, 8), nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, self.scores.weight * 2) + self.plain(x)
+
+    router, x = Router(), torch.ones(3, 4)
+    with torch.inference_mode():
+        watch_products(router)
+        expected = router(x)
+        install_parts(router, LinearFactory(), TorchElementwise())
+        torch.testing.assert_close(router(x), expected)
+    assert [type(one) for one in router.children()] == [WatchedLinear, OwnLinear]
 
 
 def test_options_of_our_code_are_refused(phi: Path) -> None:
