@@ -31,14 +31,15 @@ def greedy(model: Any, prompt: Sequence[int]) -> list[int]:
     return text[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("phi", marks=pytest.mark.slow),  # one pool; it drafts for itself
+        "phi",  # one pool of keys and values; it drafts for itself
         "gemma4_text",  # two pools of unlike heads, one with a window
-        pytest.param("gpt_oss", marks=pytest.mark.slow),  # the same with sinks
-        pytest.param("mimo_v2_flash", marks=pytest.mark.slow),  # keys and values of unlike width
-        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),  # latents
+        "gpt_oss",  # the same with sinks
+        "mimo_v2_flash",  # keys and values of unlike width
+        "glm4_moe_lite",  # latents
     ],
 )
 async def test_pair(kind: str, tmp_path: Path) -> None:

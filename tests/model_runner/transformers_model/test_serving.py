@@ -81,9 +81,9 @@ def test_half_precision_is_close(name: str, models: Models, tokens: list[int]) -
 
 
 def test_products_norms_and_feed_forwards_are_ours(models: Models) -> None:
-    kinds = Counter(
-        type(one) for one in serve(models.folder("llama"), "bfloat16")._decoder._model.modules()
-    )
+    decoder = serve(models.folder("llama"), "bfloat16")._decoder
+    assert isinstance(decoder, TransformersDecoder)
+    kinds = Counter(map(type, decoder._model.modules()))
     assert kinds[OwnGatedProduct] == 2
     assert kinds[JoinedLinear] == 2 * len(("q_proj", "k_proj", "v_proj"))
     assert kinds[OwnLinear] == 2 * len(("o_proj",)) + len(("lm_head",))
