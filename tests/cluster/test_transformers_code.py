@@ -44,9 +44,9 @@ def greedy(model: Any, prompt: Sequence[int]) -> list[int]:
 )
 async def test_pair(kind: str, tmp_path: Path) -> None:
     model = save_small(kind, tmp_path)
-    drafts = (
-        {"speculation": Speculation.DRAFT, "draft_model_path": tmp_path} if kind == "phi" else {}
-    )
+    drafts: dict[str, Any] = {}
+    if kind == "phi":
+        drafts = {"speculation": Speculation.DRAFT, "draft_model_path": tmp_path}
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     async with in_process(
         tmp_path,

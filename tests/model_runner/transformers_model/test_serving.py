@@ -31,6 +31,7 @@ from kvrelay.model_runner.transformers_model.own_parts import (
     install_parts,
     watch_products,
 )
+from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
 from tests.model_runner.transformers_model.kinds import save_small, serve
