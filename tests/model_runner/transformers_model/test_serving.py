@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -99,7 +101,8 @@ def test_product_whose_weight_others_read_stays() -> None:
             self.scores, self.plain = nn.Linear(4, 8), nn.Linear(4, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return functional.linear(x, self.scores.weight * 2) + self.plain(x)
+            total: torch.Tensor = functional.linear(x, self.scores.weight * 2) + self.plain(x)
+            return total
 
     router, x = Router(), torch.ones(3, 4)
     with torch.inference_mode():
@@ -108,6 +111,21 @@ def test_product_whose_weight_others_read_stays() -> None:
         install_parts(router, LinearFactory(), TorchElementwise())
         torch.testing.assert_close(router(x), expected)
     assert [type(one) for one in router.children()] == [WatchedLinear, OwnLinear]
+
+
+@pytest.mark.slow
+def test_our_code_does_not_import_transformers(models: Models) -> None:
+    """It takes seconds."""
+    code = (
+        "import sys; from kvrelay.model_runner.runner import ModelRunner;"
+        f"ModelRunner({str(models.folder('llama'))!r}, 'float32', 'cpu');"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_largest_step(phi: Path) -> None:
+    assert serve(phi).run_largest(9, 2, 30).shape == (11, 131)
 
 
 def test_options_of_our_code_are_refused(phi: Path) -> None:
