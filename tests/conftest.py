@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
@@ -15,20 +20,29 @@ from tests.pairwise import mark_what_pairs_leave_out
 
 TESTS = Path(__file__).parent
 CLUSTER = TESTS / "cluster"
+WITH_RAY = frozenset(
+    {
+        "cluster/test_supervision.py",
+        "cluster/test_controller.py",
+        "cluster/test_leases.py",
+        "cluster/test_locked_cluster.py",
+        "cluster/test_model_copy.py",
+        "cluster/test_scale.py",
+    }
+)
+"""Files whose tests in `make test` have workers in processes of their own."""
 FIRST = (
     "model_runner/test_attention.py",
     "cluster/test_supervision.py",
     "mem_cache/test_planted_faults.py",
-    "cluster/test_chaos.py",
     "engine/test_host_windows.py",
-    "cluster/test_leases.py",
     "engine/test_session_matrix.py",
-    "cluster/test_controller.py",
     "mem_cache/test_memory_model.py",
 )
 """Files that begin first: whose tests compute or wait for long, so that no core idles at the end.
 
-The first of all compiles what others then find in the cache of kernels.
+The first of all compiles what others then find in the cache of kernels. With the second come all
+that need a Ray.
 """
 CLUSTER_PART = 0.8
 """Of all other files; among these those of clusters are spread, as their tests wait most of the
@@ -47,17 +61,35 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What collecting makes stays: to look for garbage in it took a third of the time.
 
     Nor do the tests look through it later, when each of them leaves garbage of its own.
     """
     gc.disable()
     try:
+        import_beginning_elsewhere(session.config)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+def import_beginning_elsewhere(config: pytest.Config) -> None:
+    """Import all tests if all are to be run, each worker of xdist from another file on.
+
+    Where no byte code is kept yet, pytest's rewriting of assertions takes longer than everything
+    else. So workers find of each other what they would all make at the same moment.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw")[2:]
+    if not worker or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    paths = sorted(TESTS.rglob("test_*.py"))
+    begin = len(paths) * int(worker) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for path in paths[begin:] + paths[:begin]:
+        name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
+        with suppress(Exception, pytest.skip.Exception):  # collecting says what is wrong
+            importlib.import_module(name)
 
 
 def pytest_unconfigure() -> None:
@@ -83,6 +115,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places |= {path: place / len(others) for place, path in enumerate(others)}
     places |= {TESTS / name: place - len(FIRST) for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places[item.path])
+
+
+class OneRay(LoadFileScheduling):
+    """One worker of pytest's has all files that need a Ray, which takes long to start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "ray" if file.removeprefix("tests/") in WITH_RAY else file
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRay | None:
+    return OneRay(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -287,6 +287,23 @@ class Grammars:
         self.on_hit()
         return held
 
+    def compile_apart(self, constraint: Constraint) -> CompiledGrammar:
+        """Compile a grammar that nobody else gets, and wait for it.
+
+        Raises:
+            GrammarError: the grammar cannot be used.
+        """
+        with self._lock:
+            self._start()
+        return self._renewing.submit(self._timed, constraint).result()
+
+    def _timed(self, constraint: Constraint) -> CompiledGrammar:
+        begun = time.monotonic()
+        try:
+            return self._measured(constraint)
+        finally:
+            self.on_compiled(time.monotonic() - begun)
+
     def close(self) -> None:
         """Compile no more."""
         for thread in (self._thread, self._renewing):
@@ -458,7 +475,8 @@ def _lark(grammar: str) -> str:
         if part.startswith("%json"):
             try:
                 _, end = decoder.raw_decode(grammar, found.end())
-                part = f"%json {enforced(grammar[found.end() : end])}"
+                schema = json.loads(enforced(grammar[found.end() : end]))
+                part = f"%json {json.dumps({**schema, 'x-guidance': _JSON_DEFAULTS})}"
             except _NO_SCHEMA as error:
                 raise GrammarError(f"has %json with no JSON schema: {error}") from error
         elif part.startswith("/") and not part.startswith("//"):

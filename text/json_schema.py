@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -99,7 +100,7 @@ def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
         RecursionError: it is nested too deeply.
     """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    for one in _all(copy):
+    for one in list(_all(copy)):
         for name in _ANNOTATIONS & one.keys():
             del one[name]
     return copy
@@ -111,9 +112,16 @@ def refer_below(schema: dict[str, Any], place: str) -> None:
     Args:
         schema: the schema, a root until now; it is changed.
         place: a JSON pointer into the other one.
+
+    Raises:
+        ValueError: a schema inside has an `$id`, from which its references lead elsewhere.
     """
-    own = schema.pop("$id", None)
-    for one in _all(schema):
+    own, suffix = schema.pop("$id", None), re.sub(r"\W", "-", place)
+    for one in list(_all(schema)):
+        if "$id" in one:
+            raise ValueError(f"has an $id below its root, {json.dumps(one['$id'])[:64]}")
+        if isinstance(one.get("$anchor"), str):
+            one["$anchor"] += suffix  # another schema there may have the same
         target = one.get("$ref")
         if not isinstance(target, str):
             continue
@@ -121,6 +129,8 @@ def refer_below(schema: dict[str, Any], place: str) -> None:
             target = target.removeprefix(own) or "#"
         if target == "#" or target.startswith("#/"):
             one["$ref"] = f"#{place}{target[1:]}"
+        elif target.startswith("#"):
+            one["$ref"] = target + suffix
 
 
 def steps_in(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -139,12 +149,16 @@ def steps_in(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _all(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all inside it; a reference is not followed."""
-    waiting = [root]
+    """Yield a schema, all inside it, and those elsewhere in it that references lead to."""
+    waiting, seen = [root], set()
     while waiting:
         one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
         yield one
-        waiting += [inner for _, inner in steps_in(one) if isinstance(inner, dict)]
+        found = [*(inner for _, inner in steps_in(one)), _target(one, root)]
+        waiting += [inner for inner in found if isinstance(inner, dict)]
 
 
 def _parts(schemas: list[dict[str, Any]], root: dict[str, Any]) -> set[int]:

@@ -78,6 +78,8 @@ class TokenTexts:
         added = described.get("added_tokens") or []
         self._added = {one["id"] for one in added}
         self._special = {one["id"]: one["content"] for one in added if one["special"]}
+        self.special = frozenset(self._special.values())
+        """The special tokens' texts."""
         self._anchor = tokenizer.token_to_id("a")
         self.bytes_of = lru_cache(_CACHED)(self._bytes_of)
 

@@ -276,6 +276,11 @@ class Cluster:
         """Let operators see why the worker died."""
         self._members.note_end(name, why)
 
+    def worker_fails_to_start(self, info: WorkerInfo) -> None:
+        """Let no request wait for a successor that may never come; it is tried again."""
+        _log.error("%s fails to start again and again: no request waits for it", info.name)
+        self._members.remove_awaited(info)
+
     async def worker_removed(self, name: str) -> None:
         """Give the worker's place to the next worker, or back to Ray."""
         self._supervisors.pop(name, None)

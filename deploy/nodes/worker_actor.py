@@ -62,6 +62,7 @@ class WorkerActor:
         *,
         seconds: float,
         longest_pause_seconds: float = LONGEST_SECONDS,
+        on_failure: Callable[[], object] = lambda: None,
     ) -> T:
         """Call the actor until it answers, if need be in a new process.
 
@@ -73,6 +74,7 @@ class WorkerActor:
             seconds: the time after which a process that has not answered is killed. It doubles for
                 each further process, because one that still imports its modules does not hang.
             longest_pause_seconds: the longest pause between two attempts.
+            on_failure: called whenever a process has failed.
         """
         name, pauses = self.config.name, Pauses(longest_pause_seconds)
         while True:
@@ -85,6 +87,8 @@ class WorkerActor:
                 seconds *= 2
             except ray.exceptions.ActorUnavailableError:
                 _log.info("%s cannot be reached yet", name)
+                await pauses.pause()
+                continue
             except ray.exceptions.ActorDiedError as error:
                 _log.error("Ray gave %s up: %s", name, reason_of(error))
                 self.place_again()
@@ -93,6 +97,7 @@ class WorkerActor:
                 self.restart()
             finally:
                 answer.cancel()
+            on_failure()
             await pauses.pause()
 
     async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:

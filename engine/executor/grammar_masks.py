@@ -7,7 +7,7 @@ over when it goes on elsewhere: on its decode worker, after a retraction or afte
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, TypeAlias
 
@@ -22,13 +22,11 @@ from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.model_runner.sampling.sampler import TokenMasks
-from kvrelay.text.grammar import CompiledGrammar, GrammarError, words_of
+from kvrelay.text.grammar import CompiledGrammar, GrammarError, Grammars, words_of
 from kvrelay.wire.submit import StructuredOutput
 
 Allowed: TypeAlias = TokenMasks | GrammarError
 """Masks of an item's next token and of the one after each draft, or why there are none."""
-Prepare = Callable[[StructuredOutput], Future[CompiledGrammar]]
-"""A function that compiles a grammar in the background, before those that no step waits for."""
 Wanted: TypeAlias = tuple[int, TokenState, Sequence[int]]
 """An item's index in its step, and what its masks depend on: its tokens and its drafts."""
 
@@ -57,13 +55,12 @@ class GrammarMasks:
     """The masks of each step, computed while its forward runs. Call it on the forward thread.
 
     Args:
-        prepare: compiles a grammar, or returns the one that was compiled for a request that holds
-            it.
+        grammars: compiles them, and has those of all requests.
         vocab_size: bits of a mask.
     """
 
-    def __init__(self, prepare: Prepare, vocab_size: int) -> None:
-        self._prepare = prepare
+    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._filler: LLExecutor | None = None
@@ -114,43 +111,63 @@ class GrammarMasks:
 
     def _renewed(self, state: TokenState, before: GrammarProgress | None) -> GrammarProgress:
         """The grammar at its beginning; the one before, as long as that can go on meanwhile."""
-        wanted = state.params.sampling.structured_output
-        assert wanted is not None
+        wanted = _wanted_by(state)
         while True:
-            future = self._prepare(wanted)
+            future = self._grammars.prepare(wanted, is_awaited=True)
             if before is not None and not before.error and not future.done():
                 before.successor = future
                 return before
             compiled = future.result()
             matcher = compiled.new_matcher()
             if matcher is not None:
-                return GrammarProgress(compiled, matcher, is_alone=False)
+                return GrammarProgress(compiled, matcher)
 
     def _compute(self, wanted: Sequence[Wanted]) -> Mapping[int, Allowed]:
         """Compute the masks of all items; a grammar's error affects its own item alone."""
         allowed: dict[int, Allowed] = {}
         self._compute_once(wanted, allowed)
+        failed: dict[CompiledGrammar, list[Wanted]] = {}
         for item in wanted:
-            index, state, _ = item
-            if state.grammar is None or not state.grammar.error:
+            grammar = item[1].grammar
+            if grammar is None or not grammar.error:
                 continue
-            state.grammar.compiled.spend()
-            if state.grammar.may_go_on_anew:
-                self._compute_alone(item, allowed)
-            if problem := state.grammar.error:
+            grammar.compiled.spend()
+            if grammar.may_go_on_anew:
+                failed.setdefault(grammar.compiled, []).append(item)
+        for items in failed.values():
+            self._compute_anew(items, allowed)
+        for index, state, _ in wanted:
+            if state.grammar is not None and (problem := state.grammar.error):
                 allowed[index] = GrammarError(words_of(problem))
         return allowed
 
-    def _compute_alone(self, item: Wanted, allowed: dict[int, Allowed]) -> None:
-        """Compute the masks of an item with a lexer of its own."""
+    def _compute_anew(self, items: Sequence[Wanted], allowed: dict[int, Allowed]) -> None:
+        """Compute the masks of items that shared a lexer which has failed, with new ones.
+
+        Each half shares one. So an output that makes lexers fail is alone after few compilations,
+        and the others are not compiled for one by one.
+        """
+        half = len(items) // 2
+        for part in (items[:half], items[half:]):
+            if not part:
+                continue
+            compiled = self._grammars.compile_apart(_wanted_by(part[0][1]))
+            if not all(self._follows(item, compiled, allowed) for item in part):
+                compiled.spend()
+                if len(part) > 1:
+                    self._compute_anew(part, allowed)
+
+    def _follows(
+        self, item: Wanted, compiled: CompiledGrammar, allowed: dict[int, Allowed]
+    ) -> bool:
+        """Compute the masks of an item with this grammar; return whether it had no error."""
         _, state, _ = item
-        wanted = state.params.sampling.structured_output
-        assert wanted is not None
-        compiled = self._prepare(wanted).result()
-        if (matcher := compiled.new_matcher()) is not None:
-            state.grammar = GrammarProgress(compiled, matcher, is_alone=True)
-        compiled.spend()  # nobody else gets it
+        matcher = compiled.new_matcher()
+        if matcher is None:  # the others' masks have taken all that it may learn
+            return False
+        state.grammar = GrammarProgress(compiled, matcher, state.grammar)
         self._compute_once([item], allowed)
+        return not state.grammar.error
 
     def _compute_once(self, wanted: Sequence[Wanted], allowed: dict[int, Allowed]) -> None:
         rows = allocate_token_bitmask(sum(len(ids) + 1 for _, _, ids in wanted), self._vocab_size)
@@ -193,3 +210,10 @@ class GrammarMasks:
             fill_next_token_bitmask_par(self._filler, plain, rows)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._filler, drafted, rows)
+
+
+def _wanted_by(state: TokenState) -> StructuredOutput:
+    """The form of an output that has one."""
+    wanted = state.params.sampling.structured_output
+    assert wanted is not None
+    return wanted

@@ -12,6 +12,12 @@ from kvrelay.text.grammar import CompiledGrammar
 
 _OF_LEXER: Final = "lexer error"
 _FULL: Final = "too many states"
+_FULL_AT_ONCE: Final = 2
+_TOKENS_A_LEXER: Final = 64
+"""The tokens of an output for each lexer of its own that it fills beyond the first few.
+
+Less would have a step wait for a compilation again and again.
+"""
 
 
 class GrammarProgress:
@@ -20,12 +26,16 @@ class GrammarProgress:
     Args:
         compiled: the grammar.
         matcher: a new matcher of it.
-        is_alone: no other output has this lexer.
+        failed: the same output's before, whose lexer has failed; None: none has.
     """
 
-    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher, *, is_alone: bool) -> None:
+    def __init__(
+        self, compiled: CompiledGrammar, matcher: LLMatcher, failed: GrammarProgress | None = None
+    ) -> None:
         self.compiled = compiled
-        self._is_alone = is_alone
+        self._num_filled: int = (
+            0 if failed is None else failed._num_filled + (not failed._is_shared)
+        )
         self.matcher = matcher
         self.successor: Future[CompiledGrammar] | None = None
         """The same grammar while it is compiled anew, held so that it is there later."""
@@ -39,16 +49,23 @@ class GrammarProgress:
     @property
     def is_spent(self) -> bool:
         """Whether its lexer has learnt so much that another one takes its place."""
-        return self.compiled.is_spent and not self._is_alone
+        return self.compiled.is_spent
 
     @property
     def may_go_on_anew(self) -> bool:
-        """Whether the error may go away with a lexer of its own that has learnt nothing yet.
+        """Whether the error may go away with another lexer, which has learnt nothing yet.
 
         An error of a lexer shows in any of the outputs that share it.
         """
-        is_shared = not self._is_alone and self.compiled.num_matchers > 1
-        return _FULL in self.error or (is_shared and _OF_LEXER in self.error)
+        if self._is_shared:
+            return _FULL in self.error or _OF_LEXER in self.error
+        most = _FULL_AT_ONCE + self._num_tokens // _TOKENS_A_LEXER
+        return _FULL in self.error and self._num_filled < most
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other outputs have, or had, the same lexer."""
+        return self.compiled.num_matchers > 1
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Consume the tokens that are new. Tokens after the grammar's end do not count."""

@@ -136,7 +136,7 @@ def _load(
     vocab_size = runner.config.vocab_size
     eos_token_ids = runner.config.eos_token_ids
     grammars = Grammars(model_vocabulary(config.model_path, vocab_size, eos_token_ids))
-    masks = GrammarMasks(partial(grammars.prepare, is_awaited=True), vocab_size)
+    masks = GrammarMasks(grammars, vocab_size)
     streams = make_streams(runner.device)
     draw = None if counts is None else partial(device_sampler.launch, counts=counts.entries)
     score = None if counts is None else device_sampler.launch_scores

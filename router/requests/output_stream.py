@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvrelay.router.errors import RequestError
+from kvrelay.router.errors import AlreadyExists, RequestError
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import Stopwatch
 from kvrelay.router.requests.events import Completion, Delta, Event, FinishReason
@@ -34,10 +34,11 @@ class OutputStream:
     """One stream of events from the workers' reports, for any number of readers.
 
     The deltas of each choice are in order. All events are kept until the request is over, for
-    readers that come late. They are kept as the bytes that each reader is sent: with
-    log-probabilities, a tenth of the objects' size. There is exactly one outcome, a completion or
-    an error. Once set it never changes, and later reports must not be given here. The stream has no
-    callbacks: after each call, its owner wakes the readers and looks at `outcome`.
+    readers that come late, unless `drop` gives up those that have been read. They are kept as the
+    bytes that each reader is sent: with log-probabilities, a tenth of the objects' size. There is
+    exactly one outcome, a completion or an error. Once set it never changes, and later reports must
+    not be given here. The stream has no callbacks: after each call, its owner wakes the readers and
+    looks at `outcome`.
 
     Args:
         request: the validated request.
@@ -59,6 +60,8 @@ class OutputStream:
         """Prompt and output of a session's turn that has ended well."""
         self.published_bytes = 0
         """The bytes of all events."""
+        self.kept_bytes = 0
+        """The bytes of those that are kept."""
         self._request = request
         self._stopwatch = stopwatch
         self._form = form
@@ -66,18 +69,23 @@ class OutputStream:
         self._cached_tokens = 0
         self._num_prompt_logprobs = 0  # those of prompt tokens from the second on
         self._events: list[bytes] = []
+        self._num_dropped = 0  # events before the first of these
 
     def is_coming(self, number: int) -> bool:
         """Whether the event of this number is not there yet, and may come."""
-        return number >= len(self._events) and self.outcome is None
+        return number >= self.num_events and self.outcome is None
 
     def event(self, number: int) -> bytes | None:
         """The event of this number, from 0, unless it `is_coming`; None: the stream has no more.
 
-        All deltas come first, then the completion. Raises the outcome if that is an error.
+        All deltas come first, then the completion. Raises the outcome if that is an error, and
+        `AlreadyExists` for an event that was dropped.
         """
-        if number < len(self._events):
-            return self._events[number]
+        if number < self._num_dropped:
+            what = "whose beginning is no longer kept (--max-unread-bytes)"
+            raise AlreadyExists(self._request.request_id, what)
+        if number < self.num_events:
+            return self._events[number - self._num_dropped]
         if isinstance(self.outcome, RequestError):
             raise self.outcome
         return None
@@ -85,7 +93,14 @@ class OutputStream:
     @property
     def num_events(self) -> int:
         """The number of events so far."""
-        return len(self._events)
+        return self._num_dropped + len(self._events)
+
+    def drop(self, number: int) -> None:
+        """Keep the events before this number no longer: all readers that there are have them."""
+        dropped = self._events[: number - self._num_dropped]
+        del self._events[: len(dropped)]
+        self._num_dropped += len(dropped)
+        self.kept_bytes -= sum(map(len, dropped))
 
     @property
     def streaming(self) -> bool:
@@ -193,6 +208,7 @@ class OutputStream:
         kept = self._form(event)
         self._events.append(kept)
         self.published_bytes += len(kept)
+        self.kept_bytes += len(kept)
 
     def _end(self, outcome: Completion | RequestError, label: str) -> None:
         if isinstance(outcome, Completion):

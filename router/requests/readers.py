@@ -124,6 +124,11 @@ class Reader:
             )
             self._end_call()
 
+    @property
+    def num_read(self) -> int:
+        """The number of events that it needs no longer."""
+        return self._number
+
     def close(self) -> None:
         """Detach from its call, which this reader no longer ends."""
         if self._timer is not None:
@@ -207,3 +212,5 @@ class Readers:
         """Begin to write the new events, or end the calls for which too many bytes wait already."""
         for reader in self._readers:
             reader.go_on()
+        if self._readers and self._stream.kept_bytes > self._patience.max_unread_bytes:
+            self._stream.drop(min(reader.num_read for reader in self._readers))

@@ -49,6 +49,11 @@ BOUNDS: Final[dict[str, Bound]] = {
     "large parameters": Bound(
         "send 100,000 biases, 10,000 stop strings, a huge n, and a schema of 1 MiB", mib=192
     ),
+    "largest parameters": Bound(
+        "ask for 16 choices, with 200 biases, 16 stop strings and 20 log-probabilities a token"
+    ),
+    "tool lists": Bound("send 128 tools, which may or must be called, and 20,000"),
+    "handshakes": Bound("begin TLS handshakes, some to the end, and hang up"),
     "log lines": Bound("send request ids with line ends and colours"),
 }
 """The attacks by name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final
@@ -358,14 +359,14 @@ async def trickled_heads(_address: str, http: str) -> None:
     await at_once(50, once)
 
 
-def bodies(*sent: Any) -> Callable[[str, str], Awaitable[None]]:
+def bodies(*sent: Any, path: str = "/v1/completions") -> Callable[[str, str], Awaitable[None]]:
     """An attack with these bodies, one after the other."""
 
     async def run(_address: str, http: str) -> None:
         async def once() -> None:
             for body in sent:
                 async with talking(http) as (reader, writer):
-                    writer.write(call(body))
+                    writer.write(call(body, path))
                     await answer_to(reader)
 
         await at_once(2, once)
@@ -392,6 +393,56 @@ def _parameters() -> Iterator[dict[str, Any]]:
 
 
 CASES["large parameters"] = bodies(*_parameters())
+CASES["largest parameters"] = bodies(
+    {
+        "prompt": [1, 2, 3],
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "n": 16,
+        "logprobs": 20,
+        "logit_bias": {str(number): 1 for number in range(200)},
+        "stop": [f"{number:04}" * 256 for number in range(16)],
+    }
+)
+
+
+def _tool_lists() -> Iterator[dict[str, Any]]:
+    """Too many tools, and as many as are taken: with a call that must be, and without."""
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for number, most, choice in [(20_000, 0, "auto"), (128, 20, "auto"), (128, 4, "required")]:
+        members = {f"m{one}": {"type": "number", "description": "d" * 500} for one in range(most)}
+        schema = {"type": "object", "properties": members}
+        tools = [
+            {"type": "function", "function": {"name": f"f{one}", "parameters": schema}}
+            for one in range(number)
+        ]
+        yield {**ask, "tools": tools, "tool_choice": choice}
+
+
+CASES["tool lists"] = bodies(*_tool_lists(), path="/v1/chat/completions")
+
+
+@case("handshakes")
+async def handshakes(address: str, http: str) -> None:
+    """Some begin and go no further, some end, and their connections with them."""
+    anybody = ssl.create_default_context()
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+
+    async def half() -> None:
+        async with talking(http) as (reader, writer), talking(address) as (other, to_other):
+            for one in (writer, to_other):
+                one.write(b"\x16\x03\x01\x02\x00\x01\x00")
+            await asyncio.gather(reader.read(), other.read())
+
+    async def whole() -> None:
+        for one in (http, address):
+            host, _, port = one.rpartition(":")
+            _, writer = await asyncio.open_connection(host, int(port), ssl=anybody)
+            writer.transport.abort()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(at_once(100, half))
+        group.create_task(at_once(4, whole))
 
 
 @case("log lines")

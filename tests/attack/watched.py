@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import grpc
 import httpx
 import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
@@ -21,6 +24,9 @@ from tests.attack.bounds import BOUNDS
 
 MIB: Final = 1 << 20
 _LOOK_SECONDS: Final = 0.02
+_WATCH_SECONDS: Final = 1.0
+"""The time that a Watch is read before another one begins."""
+_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 
 
 @dataclass
@@ -58,25 +64,25 @@ class Watcher:
 
     Args:
         http: a client of the router.
-        stub: another one.
+        channel: another one.
         pids: the processes whose memory is looked at, by name.
     """
 
     def __init__(
-        self,
-        http: httpx.AsyncClient,
-        stub: inference_pb2_grpc.InferenceServiceStub,
-        pids: Mapping[str, int],
+        self, http: httpx.AsyncClient, channel: grpc.aio.Channel, pids: Mapping[str, int]
     ) -> None:
         self._http = http
-        self._stub = stub
+        self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
 
     async def watch(self, name: str, seconds: float) -> Seen:
         """Watch for so long, and until another caller was served or its time is over."""
         seen, before = Seen(), self._memory()
         tasks = [
-            asyncio.create_task(self._check(seen)),
+            asyncio.create_task(self._check_by_http(seen)),
+            asyncio.create_task(self._check_by_grpc(seen)),
+            asyncio.create_task(self._watch_health(seen)),
             asyncio.create_task(self._complete(seen)),
             asyncio.create_task(self._weigh(before, seen)),
         ]
@@ -103,15 +109,41 @@ class Watcher:
                 seen.mib[name] = max(seen.mib.get(name, 0.0), mib - before[name])
             await asyncio.sleep(5 * _LOOK_SECONDS)
 
-    async def _check(self, seen: Seen) -> None:
+    async def _check_by_http(self, seen: Seen) -> None:
         while True:
-            begun, worked = time.monotonic(), self._router_seconds()
-            with _noting(seen, "health"):
+            with _noting(seen, "health"), self._stall(seen):
                 (await self._http.get("/health", timeout=30)).raise_for_status()
-            # What others on the machine keep the router from is no stall of its own.
-            stalled = min(time.monotonic() - begun, self._router_seconds() - worked)
-            seen.stall_seconds = max(seen.stall_seconds, stalled)
             await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _check_by_grpc(self, seen: Seen) -> None:
+        asked = health_pb2.HealthCheckRequest()
+        while True:
+            with _noting(seen, "Check"), self._stall(seen):
+                assert (await self._health.Check(asked, timeout=30)).status == _SERVING
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _watch_health(self, seen: Seen) -> None:
+        """Watch again and again: one that has been told may give way to others."""
+        while True:
+            with _noting(seen, "Watch"):
+                watch = self._health.Watch(health_pb2.HealthCheckRequest())
+                with self._stall(seen):
+                    told = await asyncio.wait_for(watch.read(), 30)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_WATCH_SECONDS):
+                        while told is not grpc.aio.EOF:
+                            assert told.status == _SERVING
+                            told = await watch.read()
+            watch.cancel()
+
+    @contextlib.contextmanager
+    def _stall(self, seen: Seen) -> Iterator[None]:
+        """Note for how long the router computes while a call of another caller waits."""
+        begun, worked = time.monotonic(), self._router_seconds()
+        yield
+        # What others on the machine keep the router from is no stall of its own.
+        stalled = min(time.monotonic() - begun, self._router_seconds() - worked)
+        seen.stall_seconds = max(seen.stall_seconds, stalled)
 
     async def _complete(self, seen: Seen) -> None:
         while True:
@@ -137,19 +169,25 @@ class Watcher:
 def _noting(seen: Seen, what: str) -> Iterator[None]:
     try:
         yield
-    except (grpc.aio.AioRpcError, httpx.HTTPError, AssertionError) as error:
+    except (grpc.aio.AioRpcError, httpx.HTTPError, AssertionError, TimeoutError) as error:
         seen.wrong.append(f"{what} failed: {error!r:.300}")
 
 
 @asynccontextmanager
-async def watcher(address: str, http: str, pids: Mapping[str, int]) -> AsyncIterator[Watcher]:
-    """A watcher of a router with these addresses."""
+async def watcher(
+    address: str, http: str, pids: Mapping[str, int], ca: Path | None = None
+) -> AsyncIterator[Watcher]:
+    """A watcher of a router with these addresses, over TLS if there is an authority."""
     options = [("grpc.use_local_subchannel_pool", 1)]
-    async with (
-        httpx.AsyncClient(base_url=f"http://{http}", verify=False) as client,
-        grpc.aio.insecure_channel(address, options) as channel,
-    ):
-        yield Watcher(client, inference_pb2_grpc.InferenceServiceStub(channel), pids)
+    if ca is None:
+        trusted, channel = None, grpc.aio.insecure_channel(address, options)
+    else:
+        trusted = ssl.create_default_context(cafile=str(ca))
+        known = grpc.ssl_channel_credentials(await asyncio.to_thread(ca.read_bytes))
+        channel = grpc.aio.secure_channel(address, known, options)
+    url = f"http{'' if ca is None else 's'}://{http}"
+    async with httpx.AsyncClient(base_url=url, verify=trusted or False) as client, channel:
+        yield Watcher(client, channel, pids)
 
 
 class Attackers:

@@ -28,6 +28,7 @@ from kvrelay.deploy.options.listen_address import Address
 from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.faults import Fault
+from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import PlacementMode
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
@@ -44,15 +45,16 @@ REST_S = 60.0
 def make_configs(
     model: Path, timeout: float, dtype: str, retract_every: int, kv_memory: int, **more: Any
 ) -> list[WorkerConfig]:
-    """Two workers of each role. The second has a fixed port, so a restart keeps its address."""
+    """Two workers of each role, if not told otherwise.
+
+    The second has a fixed port, so a restart keeps its address.
+    """
     options = ServeOptions(
         model=str(model),
         grpc=ANY_PORT,
         http=ANY_PORT,
         admin=ANY_PORT,
         metrics=ANY_PORT,
-        prefill=2,
-        decode=2,
         page_size=4,
         chunk_tokens=32,
         kv_memory=kv_memory,
@@ -61,7 +63,7 @@ def make_configs(
         worker_timeout=timeout,
         step_timeout=timeout - 1,
         step_timeout_per_token=0,
-        **more,
+        **{"prefill": 2, "decode": 2, **more},
     )
     return [
         replace(
@@ -84,8 +86,11 @@ def bound_of(worker_timeout: float) -> float:
 class RouterProcess:
     """A router that can be harmed, and replaced."""
 
-    def __init__(self, model: Path, cluster: Cluster, placement: PlacementMode) -> None:
+    def __init__(
+        self, model: Path, cluster: Cluster, placement: PlacementMode, tls: TlsFiles | None
+    ) -> None:
         self._model = model
+        self._tls = tls
         self._cluster = cluster
         self._placement = placement
         self._process: asyncio.subprocess.Process | None = None
@@ -110,6 +115,7 @@ class RouterProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "tests.chaos.router_process", str(self._model), address, self._placement),
+            *(("--tls", self._tls.cert, self._tls.key) if self._tls is not None else ()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -120,7 +126,13 @@ class RouterProcess:
         assert said, "the router did not start"
         self.address, self.metrics_address, self.http_address = said
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        self._channels.append(grpc.aio.insecure_channel(self.address, options))
+        if self._tls is None:
+            channel = grpc.aio.insecure_channel(self.address, options)
+        else:
+            assert self._tls.ca is not None
+            known = grpc.ssl_channel_credentials(self._tls.ca.read_bytes())
+            channel = grpc.aio.secure_channel(self.address, known, options)
+        self._channels.append(channel)
         self.stub = inference_pb2_grpc.InferenceServiceStub(self._channels[-1])
         self._up.set()
 
@@ -163,10 +175,15 @@ class ChaosCluster:
     """The workers, the router, and what tests do to them."""
 
     def __init__(
-        self, model: Path, cluster: Cluster, timeout: float, placement: PlacementMode
+        self,
+        model: Path,
+        cluster: Cluster,
+        timeout: float,
+        placement: PlacementMode,
+        router_tls: TlsFiles | None,
     ) -> None:
         self.cluster = cluster
-        self.router = RouterProcess(model, cluster, placement)
+        self.router = RouterProcess(model, cluster, placement, router_tls)
         self._num_workers = len(cluster.workers)
         self.timeout = timeout
         self.bound = bound_of(timeout)
@@ -296,6 +313,7 @@ async def chaos_cluster(
     retract_every: int = 150,
     kv_memory: int = 4 << 20,
     decodes_alone: bool = False,
+    router_tls: TlsFiles | None = None,
     **options: Any,
 ) -> AsyncIterator[ChaosCluster]:
     """Run a cluster in the Ray that is initialised; perhaps of decode workers alone.
@@ -308,7 +326,7 @@ async def chaos_cluster(
         configs = [config for config in configs if config.role is WorkerRole.DECODE]
         placement = PlacementMode.ADAPTIVE
     async with Cluster(configs) as cluster:
-        chaos = ChaosCluster(model, cluster, worker_timeout, placement)
+        chaos = ChaosCluster(model, cluster, worker_timeout, placement, router_tls)
         try:
             await chaos.router.start()
             yield chaos

@@ -6,6 +6,7 @@ that are awaited, whenever that changes. It ends when its input does.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvrelay.net.tls import TlsFiles
 from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.router.discovery import Discovery, StaticDiscovery
 from kvrelay.router.router import Router
@@ -42,7 +44,11 @@ def _worker_info(
 
 
 async def main(
-    model: Path, address: str, placement: PlacementMode, seed_key_file: Path | None = None
+    model: Path,
+    address: str,
+    placement: PlacementMode,
+    seed_key_file: Path | None = None,
+    front_tls: TlsFiles | None = None,
 ) -> None:
     logging.basicConfig(level=logging.ERROR)
     reader = asyncio.StreamReader(limit=1 << 20)
@@ -59,6 +65,8 @@ async def main(
         http_address="127.0.0.1:0",
         placement=placement,
         seed_key_file=seed_key_file,
+        front_tls=front_tls,
+        chat_template=Path(__file__).with_name("chat.jinja"),
     )
     router = Router(config, discovery)
     await router.start()
@@ -71,5 +79,12 @@ async def main(
 
 
 if __name__ == "__main__":
-    placement, *key = PlacementMode(sys.argv[3]), *map(Path, sys.argv[4:])
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], placement, *key))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("address")
+    parser.add_argument("placement", type=PlacementMode)
+    parser.add_argument("seed_key_file", type=Path, nargs="?")
+    parser.add_argument("--tls", type=Path, nargs=2)
+    given = parser.parse_args()
+    tls = None if given.tls is None else TlsFiles(*given.tls)
+    asyncio.run(main(given.model, given.address, given.placement, given.seed_key_file, tls))

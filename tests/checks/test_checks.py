@@ -20,6 +20,7 @@ def use(*modules: str) -> str:
     return LONG + "".join(f"from kvrelay.{module} import Thing\n" for module in modules)
 
 
+@pytest.mark.slow  # `make check` runs them
 def test_the_house_keeps_to_its_rules():
     sources = read_sources(ROOT)
     assert len(sources) > 400, "the rooms were not found"

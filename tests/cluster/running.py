@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
@@ -138,13 +139,18 @@ def _scrape(address: str) -> str:
 
 @asynccontextmanager
 async def running(
-    path: Path, credentials: grpc.ChannelCredentials | None = None, **options: Any
+    path: Path,
+    credentials: grpc.ChannelCredentials | None = None,
+    *,
+    log_level: int = logging.WARNING,
+    **options: Any,
 ) -> AsyncIterator[RunningCluster]:
     """Run a cluster of `path`'s model on free ports, with every page audited at every step.
 
     Args:
         path: of the checkpoint.
         credentials: of the client; None: plain text.
+        log_level: of the workers.
         options: of `kvrelay serve`.
     """
     serve = ServeOptions(
@@ -160,7 +166,7 @@ async def running(
     draft = options.get("draft_model")
     model = ModelFolder(path.name, path, draft_path=Path(draft) if draft else None)
     async with (
-        deployed(serve, model, StartProgress(io.StringIO())) as deployment,
+        deployed(serve, model, StartProgress(io.StringIO()), log_level=log_level) as deployment,
         _channel(deployment.router.grpc_address, credentials) as channel,
     ):
         yield RunningCluster(inference_pb2_grpc.InferenceServiceStub(channel), deployment)

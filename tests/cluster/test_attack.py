@@ -6,8 +6,9 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import psutil
@@ -16,6 +17,7 @@ import pytest
 from tests.attack.bounds import BOUNDS
 from tests.attack.cases import CASES
 from tests.attack.watched import attackers, watcher
+from tests.certificates import Authority
 from tests.chaos.cluster import ChaosCluster, chaos_cluster
 from tests.chaos.load import Load, check, make_cases
 
@@ -127,16 +129,18 @@ async def attack(chaos: ChaosCluster, seconds: float, connections: int) -> None:
     print(f"MiB above idle {highest}, above the first half {grown}")  # noqa: T201
 
 
-async def attack_by_each(chaos: ChaosCluster, seconds: float) -> None:
+async def attack_by_each(
+    chaos: ChaosCluster, seconds: float, names: Iterable[str] = CASES, ca: Path | None = None
+) -> None:
     """Attack in each way for so long, and hold what another caller saw to the attack's bounds."""
     workers, router = dict(chaos.cluster.workers), chaos.router
     pids = {"router": router.pid} | {name: one.pid for name, one in workers.items()}
     problems = []
     async with (
         attackers(router.address, router.http_address) as crowd,
-        watcher(router.address, router.http_address, pids) as watching,
+        watcher(router.address, router.http_address, pids, ca) as watching,
     ):
-        for name in CASES:
+        for name in names:
             async with crowd.attacking(name):
                 seen = await watching.watch(name, seconds)
             problems += seen.beyond(name)
@@ -152,7 +156,7 @@ def test_every_attack_has_bounds() -> None:
 
 
 async def test_short_attacks(ray, tiny):
-    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S, prefill=1, decode=1) as chaos:
         await attack_by_each(chaos, 0.4)
 
 
@@ -160,6 +164,66 @@ async def test_short_attacks(ray, tiny):
 async def test_attacks_of_ten_seconds(ray, tiny):
     async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S) as chaos:
         await attack_by_each(chaos, 10.0)
+
+
+BOMBS = [f"({letter}{{{first}}}){{{second}}}" for letter in "abcdef" for first, second in [
+    (1000, 1000), (900, 1100), (50, 50), (20, 200), (7, 900),
+]]  # fmt: skip
+"""Grammars of a few bytes that would take much work, or memory, to compile or to follow."""
+MOST_GAP_SECONDS, MOST_LEFT_MIB, SETTLED_SECONDS = 0.3, 100.0, 20.0
+
+
+async def gaps(url: str, seconds: list[float]) -> None:
+    """Read one stream after another; note the time between two of their events."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    async with httpx.AsyncClient(timeout=60) as http:
+        while True:
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                before = None
+                async for _ in answer.aiter_raw():
+                    now = time.monotonic()
+                    if before is not None:
+                        seconds.append(now - before)
+                    before = now
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # each is tried for up to a second of the processor
+async def test_grammars_of_few_bytes_and_much_work(ray, tiny):
+    """Streams beside them go on, and what they have taken is given back."""
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S, retract_every=0) as chaos:
+        url, workers = f"http://{chaos.router.http_address}", dict(chaos.cluster.workers)
+        alone: list[float] = []
+        reading = asyncio.create_task(gaps(url, alone))
+        await asyncio.sleep(5)
+        reading.cancel()
+        before, beside = memory(chaos), list[float]()
+        reading = asyncio.create_task(gaps(url, beside))
+        ask = {"prompt": [1, 2, 3], "max_tokens": 40}
+        async with httpx.AsyncClient(timeout=None) as http:
+            bodies = [{**ask, "structured_outputs": {"regex": one}} for one in BOMBS]
+            calls = [http.post(f"{url}/v1/completions", json=body) for body in bodies]
+            answers = await asyncio.gather(*calls)
+        assert not reading.done(), reading.exception()
+        reading.cancel()
+        statuses = {one.status_code for one in answers}
+        assert statuses <= {200, 400, 429}, [one.text for one in answers]
+        assert 400 in statuses, "some of them are refused at the door"
+        print(f"gaps alone {max(alone):.3f} s, beside {max(beside):.3f} s")  # noqa: T201
+        assert max(beside) < max(MOST_GAP_SECONDS, 2 * max(alone))
+        await asyncio.sleep(SETTLED_SECONDS)
+        left = {name: mib - before[name] for name, mib in memory(chaos).items()}
+        print(f"MiB left {left}")  # noqa: T201
+        assert max(left.values()) < MOST_LEFT_MIB
+        assert dict(chaos.cluster.workers) == workers, "a worker was replaced"
+        await chaos.until_at_rest()
+
+
+@pytest.mark.slow
+async def test_handshakes_at_a_door_with_tls(ray, tiny, tmp_path):
+    files = Authority(tmp_path / "tls").issue()
+    async with chaos_cluster(tiny, worker_timeout=WORKER_TIMEOUT_S, router_tls=files) as chaos:
+        await attack_by_each(chaos, 10.0, ["handshakes"], files.ca)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -16,22 +17,16 @@ from kvrelay.deploy.controller.supervision.incarnation import Incarnation
 from kvrelay.deploy.nodes.local_ray import ray as ray_itself
 from kvrelay.engine.faults import Fault, FaultAction, FaultEvent
 from tests.chaos.__main__ import SHORT_TIMEOUT_S
-from tests.chaos.cells import SHORT, Cell, Harm
+from tests.chaos.cells import SHORT, Cell
 from tests.chaos.cluster import ChaosCluster, chaos_cluster, wake
 from tests.chaos.experiment import experiment
 from tests.chaos.load import Abort, Expected, Load, ask, check, make_cases
 from tests.cluster.running import running
-from tests.pairwise import few
 
-SHOWN_ELSEWHERE = {Harm.FAIL_REQUEST, Harm.BREAK_DEVICE, Harm.STOP_FOR_GOOD}
-"""In `make test` other files do that: `test_failing_forwards.py`, and `test_supervision.py`.
-
-Of the other cells it runs every second one.
+pytestmark = pytest.mark.slow
+"""In `make test` other files do that: `test_locked_cluster.py`, `test_supervision.py`,
+`test_failing_forwards.py` and `test_faults.py`.
 """
-CELLS = [
-    pytest.param(cell, marks=pytest.mark.slow if cell.harm in SHOWN_ELSEWHERE or number % 2 else ())
-    for number, cell in enumerate(SHORT)
-]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +40,7 @@ async def expected(chaos: ChaosCluster) -> Expected:
     return await chaos.learn(make_cases())
 
 
-@few(1)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", SHORT, ids=str)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_nobody_notices(chaos: ChaosCluster, expected: Expected, cell: Cell):
     """Scenario 40 is among them: the restart at the same address."""
@@ -73,7 +67,6 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(
     await chaos.until_at_rest()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
     chaos: ChaosCluster,
@@ -105,10 +98,10 @@ async def test_a_worker_that_cannot_be_killed_does_no_harm_when_it_wakes(
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.slow
 async def test_a_worker_that_is_told_to_die_does_so_in_its_first_life_only(ray, tiny):
     """As `kvrelay serve --debug-faults` has it."""
-    options = {"page_size": 4, "dtype": "float32", "worker_timeout": SHORT_TIMEOUT_S}
+    options: dict[str, Any] = {"page_size": 4, "dtype": "float32"}
+    options["worker_timeout"] = SHORT_TIMEOUT_S
     async with running(tiny, debug_faults="decode-0/kill:decoding", **options) as cluster:
         first = cluster.deployment.cluster.workers["decode-0"]
         for _ in range(3):

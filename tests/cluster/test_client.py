@@ -21,13 +21,8 @@ SAMPLING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "blocking",
-    [
-        pytest.param(False, id="asyncio"),
-        pytest.param(True, id="threads", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # `tests/client/test_two_routers.py` has it with scripted workers
+@pytest.mark.parametrize("blocking", [False, True], ids=["asyncio", "threads"])
 async def test_a_stream_goes_on_when_its_router_is_killed(
     tiny: Path, tmp_path: Path, blocking: bool
 ) -> None:

@@ -35,6 +35,7 @@ from tests.cluster import obedient_controller, obedient_worker
 from tests.cluster.obedient_controller import DIED, DIES, ObedientController
 from tests.cluster.obedient_worker import give_order, write_at_once
 from tests.cluster.supervised import heard, make_configs, runs
+from tests.pairwise import few
 
 SECONDS = 60
 
@@ -342,7 +343,8 @@ async def test_what_is_refused_offers_no_model_and_what_is_left_without_a_name_i
     ray_module.kill(of_serve)
 
 
-@pytest.mark.parametrize("named", [False, True])
+@few(1)
+@pytest.mark.parametrize("named", [True, False])
 async def test_a_signal_while_the_controller_starts_leaves_nothing(led: Led, named: bool):
     offered = ((led.folder, {"config.json": "0" * 64}),)
     begun = asyncio.create_task(

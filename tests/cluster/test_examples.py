@@ -1,6 +1,6 @@
 """The examples and the README's client, run as they are against a real cluster.
 
-`test_trust.py` runs the one with TLS and tokens.
+`test_locked_cluster.py` runs the one with TLS and tokens.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from kvrelay.engine.config import PrefixIndexKind
+from kvrelay.engine.faults import Fault, FaultAction, FaultEvent
 from kvrelay.v1 import inference_pb2
 from tests.cluster.in_process import InProcess, in_process
 from tests.cluster.running import Cluster, RunningCluster, running
@@ -21,6 +23,7 @@ from tests.pairwise import few
 PROMPT = [(13 * i) % 500 for i in range(300)]
 FINISH = inference_pb2.FinishReason
 RESTART_S = 60
+PAGE_BYTES = 4 * 3 * 2 * 2 * 16 * 4
 TIMEOUT_S = 5.0
 """Of a worker's heartbeat: far above what the noise of a busy machine delays it."""
 OPTIONS: dict[str, Any] = {
@@ -76,12 +79,13 @@ async def test_disconnect_at_any_moment_gives_everything_back(workers, delay_ms)
     await workers.assert_at_baseline()
 
 
-async def test_aborts_among_others_leave_the_others_right(workers):
+@pytest.mark.parametrize("number", [8, pytest.param(24, marks=pytest.mark.slow)])
+async def test_aborts_among_others_leave_the_others_right(workers, number):
     expected = (await _read_tokens(start(workers))).copy()
     rng = random.Random(11)
-    calls = [start(workers) for _ in range(24)]
+    calls = [start(workers) for _ in range(number)]
     readers = [asyncio.create_task(_read_tokens(call)) for call in calls]
-    victims = set(rng.sample(range(24), 12))
+    victims = set(rng.sample(range(number), number // 2))
     for victim in victims:
         await asyncio.sleep(rng.random() * 0.05)
         calls[victim].cancel()
@@ -93,12 +97,34 @@ async def test_aborts_among_others_leave_the_others_right(workers):
     await workers.assert_at_baseline()
 
 
+async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(tiny: Path) -> None:
+    """The read ends when its request has long gone, and others have come."""
+    pages: dict[str, Any] = {"page_size": 4, "chunk_tokens": 16, "kv_memory": 170 * PAGE_BYTES}
+    index = PrefixIndexKind.NONE
+    async with in_process(tiny, faults=(), prefix_index=index, **pages) as workers:
+
+        def ask(number: int) -> Any:
+            prompt = [(13 * i + 101 * number) % 500 for i in range(201)]
+            return workers.stream(prompt, temperature=0, max_tokens=8, ignore_eos=True)
+
+        expected = [await _read_tokens(ask(number)) for number in range(3)]
+        reads = workers.hosted[1].faults
+        late = [Fault(FaultAction.DELAY, FaultEvent.PULL, nth=n, seconds=0.5) for n in range(1, 4)]
+        reads.arm(late)
+        aborted = ask(9)
+        await aborted.read()
+        aborted.cancel()
+        assert await asyncio.gather(*(_read_tokens(ask(number)) for number in range(3))) == expected
+        assert reads.fired == len(late)
+        await workers.assert_at_baseline()
+
+
 async def test_abort_of_an_unknown_id_says_so(workers):
     answer = await workers.stub.Abort(inference_pb2.AbortRequest(request_id="nobody"))
     assert not answer.aborted
 
 
-@pytest.mark.slow  # test_chaos.py kills one of each role in `make test`
+@pytest.mark.slow  # test_locked_cluster.py kills one in `make test`
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")],

@@ -57,6 +57,7 @@ async def test_a_worker_that_was_frozen_for_longer_than_its_lease_ends_when_it_w
         assert is_running(renewed)
 
 
+@pytest.mark.slow  # `tests/engine/test_worker_lease.py` has the end of one process
 async def test_workers_end_when_their_controller_renews_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

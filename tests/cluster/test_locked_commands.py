@@ -21,7 +21,7 @@ from kvrelay.net.tls import TlsFiles
 from tests.certificates import Authority
 from tests.cluster.commands import kvrelay
 from tests.cluster.test_controller_outage import name as name  # a fixture
-from tests.cluster.test_trust import OPERATOR, TOKEN, TOKENS
+from tests.cluster.test_locked_cluster import OPERATOR, TOKEN, TOKENS
 
 pytestmark = pytest.mark.slow
 SECONDS = 120

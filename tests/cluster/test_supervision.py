@@ -218,7 +218,7 @@ async def test_a_restart_that_fails_is_tried_again_in_a_fresh_process(
     cluster: Cluster, orders: Path
 ):
     first = cluster.workers["decode-0"]
-    give_order(orders, "decode-0", "start", "refuse", "crash")
+    give_order(orders, "decode-0", "start", "crash")
     os.kill(first.pid, signal.SIGKILL)
     second = await next_life(cluster, first)
     assert second.incarnation != first.incarnation
@@ -294,6 +294,7 @@ async def test_a_process_that_takes_long_to_begin_is_not_killed_for_ever(
     (orders / "decode-0.born").unlink()
 
 
+@pytest.mark.slow  # the next one stalls the loop, too
 async def test_a_stall_of_the_routers_loop_costs_no_worker(
     on_thread: tuple[ClusterThread, Path], caplog: pytest.LogCaptureFixture
 ):
@@ -331,6 +332,7 @@ async def test_a_dead_worker_is_replaced_while_the_routers_loop_stalls(
     assert first.incarnation not in listed
 
 
+@pytest.mark.slow
 async def test_a_drain_on_another_thread_tells_of_its_phases(
     on_thread: tuple[ClusterThread, Path],
 ):
@@ -358,7 +360,9 @@ async def drained_by_call(cluster: Cluster, worker: str) -> None:
     assert (await anext(steps)).phase is DrainPhase.DRAINING
 
 
-@pytest.mark.parametrize("drain", [drained_by_signal, drained_by_call])
+@pytest.mark.parametrize(
+    "drain", [drained_by_signal, pytest.param(drained_by_call, marks=pytest.mark.slow)]
+)
 async def test_a_worker_that_drains_is_listed_until_its_successor_is_live(
     cluster: Cluster, orders: Path, drain
 ):
@@ -420,6 +424,7 @@ async def test_a_second_sigterm_does_not_wait(cluster: Cluster):
     await next_life(cluster, first)
 
 
+@pytest.mark.slow  # `tests/deploy/test_drain_turns.py` has the turns without processes
 async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Path):
     """And one whose memory came back meanwhile does not."""
     config = make_configs(tmp_path)[0]
@@ -442,6 +447,7 @@ async def test_workers_with_old_quarantine_drain_one_after_another(tmp_path: Pat
         assert not draining(cluster)
 
 
+@pytest.mark.slow  # test_scale.py removes one in `make test`
 async def test_a_removed_worker_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = make_configs(tmp_path)[0]
     configs = [config, replace(config, name="prefill-1")]

@@ -56,6 +56,9 @@ class Actor:
         self.told: set[str] = set()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.failing_starts = 0
+        """The starts after the first that fail; none begins then until `may_start`."""
+        self.has_failed, self.may_start = asyncio.Event(), asyncio.Event()
 
     @property
     def runs(self) -> bool:
@@ -158,7 +161,14 @@ class Handle:
             raise DeadError
         return await self._actor.answer(method, *args)
 
-    async def call_until_answered(self, method: Callable[..., Any], *, seconds: float) -> Any:
+    async def call_until_answered(
+        self, method: Callable[..., Any], *, seconds: float, on_failure: Callable[[], object]
+    ) -> Any:
+        if failures := self._actor.failing_starts:
+            for _ in range(failures):
+                on_failure()
+            self._actor.has_failed.set()
+            await self._actor.may_start.wait()
         return await self.call(method)
 
     async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:

@@ -56,6 +56,26 @@ async def test_a_controller_serves_operators_routers_and_prometheus(
         assert named == {"controller", "prefill-0", "decode-0"}
 
 
+@pytest.mark.parametrize(("failures", "is_awaited"), [(2, True), (3, False)])
+async def test_nobody_waits_for_a_worker_that_fails_to_start_again_and_again(
+    make_world: Callable[[], World], tmp_path: Path, failures: int, is_awaited: bool
+):
+    world = make_world()
+    async with asyncio.timeout(20), make_cluster(tmp_path, InProcessStore()) as cluster:
+        before, actor = cluster.workers["decode-0"], world.actors["decode-0"]
+        actor.failing_starts = failures
+        actor.kill()
+        while "decode-0" in cluster.workers:
+            await cluster.discovery.changed()
+        assert list(cluster.discovery.awaited()) == [before]
+        await actor.has_failed.wait()
+        assert list(cluster.discovery.awaited()) == ([before] if is_awaited else [])
+        actor.may_start.set()
+        while "decode-0" not in cluster.workers:
+            await cluster.discovery.changed()
+        assert not cluster.discovery.awaited()
+
+
 async def test_a_message_that_does_not_come_ends_the_call(
     make_world: Callable[[], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
 from kvrelay.deploy.controller.records.leases import Leases, LeaseTimes
+from kvrelay.deploy.controller.supervision import incarnation
 from kvrelay.deploy.controller.supervision.incarnation import Incarnation
 from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.nodes.local_ray import ray
@@ -102,6 +104,27 @@ async def test_a_worker_that_has_drained_elsewhere_is_dead_before_its_lease_is_o
     assert await asyncio.wait_for(drained.has_died(), 5)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(other.has_died(), 0.3)
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs", "answers"])
+async def test_a_death_has_a_reason_whether_or_not_ray_tells_one(
+    monkeypatch: pytest.MonkeyPatch, how: str
+):
+    may_answer = threading.Event()
+
+    def ask(_node: str, _pid: int) -> str:
+        if how == "fails":
+            raise KeyError("death_cause")
+        if how == "hangs":
+            may_answer.wait(10)
+        return "Ray's memory monitor has ended it"
+
+    monkeypatch.setattr(incarnation, "ended_by_memory_monitor", ask)
+    monkeypatch.setattr(incarnation, "_TELL_WHY_SECONDS", 0.05 if how == "hangs" else 10)
+    why = await life_of(ScriptedActor(), None).why("its process has ended")
+    may_answer.set()
+    told = "Ray's memory monitor has ended it"
+    assert why == (told if how == "answers" else "its process has ended")
 
 
 def identity_of(pid: int) -> ProcessIdentity:

@@ -222,6 +222,17 @@ def test_a_death_is_believed_in_the_end():
     assert leases.is_over("one")
 
 
+def test_a_worker_whose_clock_is_slow_serves_no_more_when_its_death_is_believed():
+    """And one second of work that it had begun has ended."""
+    now = 0.0
+    lease = WorkerLease(lambda: now * 0.9)
+    lease.begin(TIMES.worker_seconds, lambda: None)
+    leases = make_leases()
+    leases.heard("one", now)
+    now = leases.over_at("one") - 1
+    assert lease.has_run_out
+
+
 def test_a_successor_believes_no_death_before_its_predecessors_promises_are_over():
     leases = make_leases(epoch=2, began=100.0)
     assert leases.over_at("never-heard-of") == 100 + 20 + 30 + TIMES.margin_seconds

@@ -14,6 +14,7 @@ from kvrelay.deploy.controller.supervision.supervisor import WorkerSupervisor
 from kvrelay.deploy.controller.supervision.watcher import Watcher
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.worker_actor import WorkerActor
+from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker_lease import boottime
 from tests.deploy.test_placement import CONFIG
@@ -132,3 +133,27 @@ def test_the_last_of_those_that_share_a_gpu_has_time_for_the_starts_of_all(
     place = {"num_gpus": gpus}
     supervisor = WorkerSupervisor(config, place, logging.WARNING, leases, watcher)
     assert supervisor.start_seconds == 20 * starts
+
+
+async def test_each_process_that_fails_is_told(names: Names, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvrelay.deploy.bounded_waits._FIRST_SECONDS", 0.001)
+    actor = WorkerActor(CONFIG, {}, logging.WARNING)
+    monkeypatch.setattr(actor, "restart", lambda: None)
+    ends = [
+        ray.exceptions.ActorUnavailableError("not yet", None),
+        *(ray.exceptions.RaySystemError("broken") for _ in range(2)),
+        ray.exceptions.ActorDiedError(),
+    ]
+    failures: list[int] = []
+
+    async def call(_method: object) -> str:
+        if ends:
+            raise ends.pop(0)
+        return "up"
+
+    monkeypatch.setattr(actor, "call", call)
+    answer = await actor.call_until_answered(
+        WorkerHost.restart, seconds=10, on_failure=lambda: failures.append(len(ends))
+    )
+    assert answer == "up"
+    assert failures == [2, 1, 0]

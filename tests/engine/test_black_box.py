@@ -12,7 +12,6 @@ import pytest
 from kvrelay.engine.worker.black_box import BlackBox, posthumous_ends
 from kvrelay.wire.output import FailureReason
 from kvrelay.wire.submit import RequestKey
-from tests.pairwise import few
 
 LIFE = """
 import os, signal, sys
@@ -36,7 +35,7 @@ def live_and_die(path: Path, number: signal.Signals, phase: str) -> None:
     assert process.returncode == -number, process.stderr
 
 
-@few(1)
+@pytest.mark.slow  # the crash on demand is such a forward
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 def test_a_forward_that_killed_its_process_is_known_to_the_next_one(
     tmp_path: Path, number: signal.Signals, caplog: pytest.LogCaptureFixture
@@ -50,7 +49,7 @@ def test_a_forward_that_killed_its_process_is_known_to_the_next_one(
     assert list(tmp_path.iterdir()) == []
 
 
-@few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "phase"),
     [(signal.SIGSEGV, "idle"), (signal.SIGKILL, "computing"), (signal.SIGTERM, "computing")],
@@ -98,9 +97,31 @@ def test_a_crash_on_demand_is_one_of_the_thread_that_computes(
     assert box.killed == (MINE,)
     _, _, crashed = caplog.text.partition("Current thread")
     assert " in launch" in crashed.partition("\n\n")[0]
+    later = BlackBox(path)
+    assert later.killed == (), "a death is told once"
     box.close()
+    later.close()
+    assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_process_without_a_fatal_signal_leaves_a_record_that_accuses_nobody(
+    tmp_path: Path, computes: bool
+):
+    """SIGKILL leaves the files as they were at that moment."""
+    path = tmp_path / "worker.step"
+    ended = BlackBox(path)
+    ended.begin([MINE])
+    if not computes:
+        ended.end()
+        path.with_suffix(".signal").write_text("Fatal Python error: Segmentation fault\n")
+    box = BlackBox(path)
+    assert box.killed == ()
+    box.close()
+    ended.close()
+
+
+@pytest.mark.slow
 def test_a_death_is_told_once(tmp_path: Path):
     path = tmp_path / "worker.step"
     live_and_die(path, signal.SIGSEGV, "computing")

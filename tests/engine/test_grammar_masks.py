@@ -60,7 +60,7 @@ def masks_of(masks: GrammarMasks, *states: TokenState) -> list[GrammarError | se
 
 
 def test_a_failed_lexer_fails_no_other_output(grammars: Grammars) -> None:
-    masks = GrammarMasks(grammars.prepare, VOCAB)
+    masks = GrammarMasks(grammars, VOCAB)
     wanted = StructuredOutput(regex="x{9}|b(a{1000}){1000}")
     bad, good = output_of(wanted), output_of(wanted)
     assert masks_of(masks, bad, good) == [{"b", "x"}] * 2
@@ -75,6 +75,44 @@ def test_a_failed_lexer_fails_no_other_output(grammars: Grammars) -> None:
     assert masks_of(masks, output_of(wanted)) == [{"b", "x"}]
 
 
+def test_an_output_whose_lexers_fail_is_alone_soon(grammars: Grammars) -> None:
+    masks = GrammarMasks(grammars, VOCAB)
+    wanted = StructuredOutput(regex="x{20}|b(a{1000}){1000}")
+    outputs = [output_of(wanted) for _ in range(32)]
+    masks_of(masks, *outputs)
+    compiled: list[float] = []
+    grammars.on_compiled = compiled.append
+    *good, bad = outputs
+    for letter in "baaaaaaaaaaa":
+        bad.token_ids.append(token_of(letter))
+        for one in good:
+            one.token_ids.append(token_of("x"))
+        *allowed, error = masks_of(masks, *outputs)
+        assert allowed == [{"x"}] * len(good)
+        if isinstance(error, GrammarError):
+            break
+    assert isinstance(error, GrammarError)
+    assert len(compiled) <= 12
+
+
+def test_an_output_that_fills_lexer_after_lexer_ends(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its steps would wait for a compilation."""
+    monkeypatch.setattr(grammar, "_LEXER_STATES", 400)
+    compiled: list[float] = []
+    grammars = Grammars(vocabulary)
+    grammars.on_compiled = compiled.append
+    pairs = "|".join(letter * 2 for letter in "abcdefghijklmnopqrst")
+    masks = GrammarMasks(grammars, VOCAB)
+    state = output_of(StructuredOutput(regex=f"({pairs}){{300}}"))
+    while not isinstance(masks_of(masks, state)[0], GrammarError):
+        state.token_ids.append(token_of("a"))
+    assert 64 < len(state.token_ids) < 200
+    assert len(compiled) == 4
+    grammars.close()
+
+
 def test_an_output_goes_on_when_its_lexer_is_full(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +121,7 @@ def test_an_output_goes_on_when_its_lexer_is_full(
     compiled: list[float] = []
     grammars = Grammars(vocabulary)
     grammars.on_compiled = compiled.append
-    masks = GrammarMasks(grammars.prepare, VOCAB)
+    masks = GrammarMasks(grammars, VOCAB)
     wanted = StructuredOutput(regex="([ab]{300}|c[de]{300}|f[gh]{300})")
     for letters in ("a" * 250, "c" + "d" * 250, "f" + "g" * 250):
         state = output_of(wanted)

@@ -137,7 +137,7 @@ def test_pages_that_come_back_from_storage_are_right(aggregated: bool) -> None:
 
 
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("number", [80, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_many_requests_in_virtual_time(number: int) -> None:
     simulation = Clockwork(
         5, page_size=4, pages=110, rows=12, chunk=64, growth_min=0.0, growth_max=0.2
@@ -355,7 +355,7 @@ def allowed_output(prompt: Sequence[int], count: int) -> list[int]:
 def test_a_grammar_cuts_drafts_beside_a_token_that_nobody_knows(seed: int) -> None:
     """A request that wants no drafts is in flight while another brings some."""
     grammars = Grammars(lambda: LLTokenizer(TokenizerWrapper(OneByteTokens())))
-    masks = GrammarMasks(grammars.prepare, VOCAB)
+    masks = GrammarMasks(grammars, VOCAB)
     flight = Flight(seed, *PROMPTS, sampling=UPPER_CASE, masks=masks)
     pipeline: StepPipeline[int] = StepPipeline(flight.executor)
     ends = list(pipeline.launch(flight.step(0, 1, tokens=3)))

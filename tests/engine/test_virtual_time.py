@@ -34,13 +34,13 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1200)]
 @pytest.mark.parametrize(
     ("seed", "number", "aggregated", "speculation", "windows"),
     [
-        pytest.param(1, 250, False, Speculation.NONE, (None,), id="pair"),
+        pytest.param(1, 100, False, Speculation.NONE, (None,), id="pair"),
         pytest.param(2, 250, True, Speculation.NGRAM, (None, 24), id="aggregated-hybrid"),
         *(
             pytest.param(3, number, aggregated, speculation, windows, marks=LONG)
             for number, aggregated, speculation, windows in (
                 (1000, False, Speculation.NONE, (None,)),
-                (4000, False, Speculation.NGRAM, (None, 24)),
+                (2000, False, Speculation.NGRAM, (None, 24)),
                 (1000, False, Speculation.NONE, (24,)),
                 (1000, True, Speculation.NGRAM, (None,)),
                 (1000, True, Speculation.NONE, (None, 24)),

@@ -40,7 +40,9 @@ async def test_missing_tokenizer_is_found_before_the_weights_are_read(tmp_path: 
 
 async def test_an_aggregated_worker_has_no_nixl_agent_and_lives(tmp_path: Path):
     path = make_checkpoint(tmp_path / "llama")
-    worker = build(WorkerConfig("a0", WorkerRole.AGGREGATED, path, "tiny", kv_memory=1 << 20))
+    worker = build(
+        WorkerConfig("a0", WorkerRole.AGGREGATED, path, "tiny", dtype="float32", kv_memory=1 << 20)
+    )
     before = listening(psutil.Process())
     info = await worker.start()
     ports = {port for _, port in listening(psutil.Process()) - before}
@@ -61,7 +63,9 @@ async def test_the_thread_that_loads_the_model_ends_and_its_team_with_it(
 
     monkeypatch.setattr(worker_module, "load_model", load)
     path = make_checkpoint(tmp_path / "llama")
-    worker = build(WorkerConfig("a0", WorkerRole.AGGREGATED, path, "tiny", kv_memory=1 << 20))
+    worker = build(
+        WorkerConfig("a0", WorkerRole.AGGREGATED, path, "tiny", dtype="float32", kv_memory=1 << 20)
+    )
     await worker.start()
     (thread,) = loaded_by
     await asyncio.to_thread(thread.join, 30)

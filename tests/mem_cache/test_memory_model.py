@@ -25,7 +25,7 @@ from tests.mem_cache.memory import Holder, Memory
 
 STEPS = 60
 MAKE_TEST = settings(
-    max_examples=100, stateful_step_count=STEPS, deadline=None, print_blob=True,
+    max_examples=50, stateful_step_count=STEPS, deadline=None, print_blob=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 KINDS = ("full", "hybrid", "window", "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -36,13 +37,19 @@ def nodes() -> tuple[tuple[Path, ast.AST], ...]:
     return tuple((path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text())))
 
 
+@cache
+def users() -> dict[str, set[str]]:
+    """Files by the attributes, of anything, that they read."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, node in nodes():
+        if isinstance(node, ast.Attribute):
+            found[node.attr].add(str(path.relative_to(ROOT)))
+    return found
+
+
 def users_of(*attributes: str) -> set[str]:
     """Files that read one of these attributes of anything."""
-    return {
-        str(path.relative_to(ROOT))
-        for path, node in nodes()
-        if isinstance(node, ast.Attribute) and node.attr in attributes
-    }
+    return set().union(*(users()[name] for name in attributes))
 
 
 # Attributes, and all files that may read one of them, but for those that define them.
@@ -109,10 +116,10 @@ def test_other_rooms_use_of_the_account_what_moves_nothing():
     used = {
         (node.value.attr, node.attr)
         for path, node in nodes()
-        if not path.is_relative_to(ROOT / "mem_cache")
-        and isinstance(node, ast.Attribute)
+        if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Attribute)
         and node.value.attr in {"allocator", "leases", "promises", "ledger"}
+        and not path.is_relative_to(ROOT / "mem_cache")
         and "kv_cache" in ast.unparse(node.value.value)
     }
     assert used == {
@@ -129,11 +136,11 @@ def test_only_rows_changes_lengths_promises_and_page_tables():
     written = {
         f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
         for path, node in nodes()
-        if path != ROOT / ROWS
-        and not path.is_relative_to(knows_no_leases)
-        and isinstance(node, ast.Attribute | ast.Subscript)
+        if isinstance(node, ast.Attribute | ast.Subscript)
         and isinstance(node.ctx, ast.Store | ast.Del)
+        and path != ROOT / ROWS
         and path.is_relative_to(ROOT / "mem_cache")
+        and not path.is_relative_to(knows_no_leases)
         and any(isinstance(one, ast.Attribute) and one.attr in arrays for one in ast.walk(node))
     }
     assert not written
@@ -143,10 +150,10 @@ def test_nothing_in_mem_cache_reads_what_is_private_to_another():
     reached = {
         f"{path.name}: {ast.unparse(node)}"
         for path, node in nodes()
-        if path.is_relative_to(ROOT / "mem_cache")
-        and isinstance(node, ast.Attribute)
+        if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
+        and path.is_relative_to(ROOT / "mem_cache")
         and ast.unparse(node.value) not in {"self", "cls"}
     }
     assert not reached

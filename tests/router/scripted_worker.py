@@ -75,6 +75,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """The histories that it was asked for, by owner and digest."""
         self.finds: dict[str, list[int]] | None = {}
         """What it says of an owner's history; None: it does not answer."""
+        self.may_find = asyncio.Event()
+        """It says so as soon as this is set, as it is at first."""
+        self.may_find.set()
         self.told_anew = 0
         """So often it was asked to tell its prefixes anew."""
         self.on_submit: Answer | None = None
@@ -120,6 +123,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def FindHistory(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.asked_for.append((request.owner, request.digest))
+        await self.may_find.wait()
         if self.finds is None:
             return await context.abort(grpc.StatusCode.UNAVAILABLE, "hangs")
         return worker_pb2.FindHistoryResponse(token_ids=self.finds.get(request.owner, ()))

@@ -108,6 +108,29 @@ async def test_what_nobody_has_is_not_found_and_who_is_silent_may_be_asked_again
     assert not (await pairs.stub.GetSessions(pb.GetSessionsRequest())).sessions
 
 
+@pytest.mark.parametrize("is_found", [False, True])
+async def test_a_worker_that_leaves_while_it_is_asked(pairs: Cluster, is_found: bool) -> None:
+    """Its channel ends with its stream; the adoption goes by what the others say."""
+    left, other = pairs.workers
+    left.may_find.clear()
+    other.may_find.clear()
+    other.finds = {"": HISTORY} if is_found else {}
+    asked = asyncio.create_task(adopt(pairs))
+    await until(lambda: bool(left.asked_for and other.asked_for))
+    pairs.discovery.replace([other.endpoint])
+    await pairs.until_lost(left.endpoint.name)
+    other.may_find.set()
+    async with asyncio.timeout(5):
+        if is_found:
+            assert (await asked).tokens == len(HISTORY)
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asked
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "1 workers that may have the history do not answer" in caught.value.details()
+    left.may_find.set()
+
+
 @pytest.mark.parametrize(
     ("fields", "status"),
     [

@@ -11,13 +11,22 @@ import tracemalloc
 import pytest
 from tokenizers import Tokenizer
 
-from kvrelay.router.errors import DeadlineExceeded, SlowReader
+from kvrelay.router.errors import AlreadyExists, DeadlineExceeded, SlowReader
 from kvrelay.router.requests.events import ChoiceEnd, Completion, FinishReason
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.output import RequestOutput, SampledToken
 from kvrelay.wire.submit import RequestKey
 
-from .live_run import DECODE, HANDED_OVER, LENGTH, PREFILL, Client, Run, scored
+from .live_run import (
+    DECODE,
+    HANDED_OVER,
+    LENGTH,
+    MAX_UNREAD_BYTES,
+    PREFILL,
+    Client,
+    Run,
+    scored,
+)
 
 BYTES_OF_AN_EVENT = 100
 """Beside its content; with the token's id in the output."""
@@ -36,6 +45,28 @@ async def test_every_reader_sees_all_from_the_first(run: Run) -> None:
     assert pb.GenerateResponse.FromString(client.taken.pop()).HasField("complete")
     assert client.deltas == late[0]
     assert len(late[0]) == 2
+
+
+async def test_output_that_all_have_read_is_kept_up_to_a_bound(tokenizer: Tokenizer) -> None:
+    run, client, late = Run(tokenizer, prompt_logprobs=20), Client(), Client()
+    most, scores, number = 0, scored(60), 0
+    with run.live.reader() as reader:
+        reading = asyncio.create_task(reader.pass_on(client.take))
+        run.say(PREFILL, 0, [], prompt_logprobs=scores, prompt_index=1)  # 15,000 bytes
+        run.say(PREFILL, 0, [65], HANDED_OVER)
+        while run.stream.published_bytes < 3 * MAX_UNREAD_BYTES:
+            await asyncio.sleep(0)
+            run.say(DECODE, number := number + 1, [66])
+            most = max(most, run.stream.kept_bytes)
+        await asyncio.sleep(0)
+        assert MAX_UNREAD_BYTES / 2 < most < MAX_UNREAD_BYTES + BYTES_OF_AN_EVENT
+        assert len(client.taken) == run.stream.num_events == number + 2
+        with run.live.reader() as joined, pytest.raises(AlreadyExists, match="no longer kept"):
+            await joined.pass_on(late.take)
+        run.say(DECODE, number + 1, [67], LENGTH)
+        await reading
+    assert not late.taken
+    assert pb.GenerateResponse.FromString(client.taken[-1]).HasField("complete")
 
 
 async def test_the_last_reader_to_leave_aborts(run: Run) -> None:

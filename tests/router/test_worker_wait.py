@@ -13,7 +13,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 
 from .cluster import Cluster, Streamed, collect, running, status_of
-from .scripted_worker import COUNTED, SECONDS, ScriptedWorker
+from .scripted_worker import COUNTED, SECONDS, ScriptedWorker, until
 
 
 @pytest.fixture
@@ -169,21 +169,35 @@ async def test_who_leaves_is_not_served_later(patient: RouterConfig, how: str) -
         assert call.done()
 
 
-async def test_a_retry_is_before_those_that_came_later(config: RouterConfig) -> None:
-    """It waits for the workers as they do, though it began to wait after them."""
-    both = dataclasses.replace(config, worker_wait=60.0, failover_wait=60.0)
+async def test_a_request_that_fails_again_and_again_is_before_those_that_came_later(
+    config: RouterConfig,
+) -> None:
+    """It waits for the workers as they do, though each time it began to wait after them.
+
+    Workers order requests by their age, which is counted from the arrival.
+    """
+    both = dataclasses.replace(config, worker_wait=60.0, failover_wait=60.0, max_attempts=9)
     async with running(both, "prefill-0", "decode-0") as cluster:
-        first = cluster.generate(request_id="first")
+        calls = [cluster.generate(request_id="first")]
+
+        def all_wait() -> bool:
+            waiting = cluster.router._fleet.changes._waiting
+            return sum(place > 0 and not one.done() for place, one in waiting) == len(calls)
+
         await cluster.decode.submitted()
-        tell_lost(cluster, cluster.prefill)
-        await cluster.prefill.stop()
-        later = [cluster.generate(request_id=f"later-{number}") for number in range(3)]
-        await cluster.until_waiting(3)
-        cluster.decode.break_stream()
-        await asyncio.sleep(0.2)  # until the pause before a retry is over
-        before = len(cluster.decode.submits)
-        await come_back(cluster, cluster.prefill)
-        await cluster.decode.submitted(before + 4)
-        assert cluster.decode.submits[before].request_id == "first"
-        for call in (first, *later):
+        for fault in range(3):
+            tell_lost(cluster, cluster.prefill)
+            await cluster.prefill.stop()
+            calls += [cluster.generate(request_id=f"{fault}-{number}") for number in range(2)]
+            await cluster.until_waiting(2)
+            cluster.decode.break_stream()
+            await until(all_wait)
+            before = len(cluster.decode.submits)
+            await come_back(cluster, cluster.prefill)
+            await cluster.decode.submitted(before + len(calls))
+            again = cluster.decode.submits[before : before + len(calls)]
+            arrived_with = [one.request_id.partition("-")[0] for one in again]
+            assert arrived_with == ["first", *(str(number // 2) for number in range(2 + 2 * fault))]
+            assert again[0].age_seconds == max(one.age_seconds for one in again)
+        for call in calls:
             call.cancel()

@@ -78,6 +78,8 @@ SAID: list[tuple[Any, str, bool]] = [
         '{"a":1,"b":null}',
         True,
     ),
+    ({"$ref": "#/components/A", "components": {"A": A}}, '{"a":1}', True),
+    ({"$ref": "#/components/A", "components": {"A": A}}, '{"a":1,"b":2}', False),
     # Digits end.
     *(
         (schema, text, is_good)
@@ -147,6 +149,37 @@ def test_a_schema_within_a_grammar_is_read_like_any_other() -> None:
 def test_a_schema_that_is_none_is_refused(schema: Any) -> None:
     with pytest.raises(GrammarError):
         begun(form(schema))
+
+
+BRANCHES = [
+    {
+        "type": "object",
+        "properties": {"kind": {"const": kind}, "value": {"type": value}},
+        "required": ["kind", "value"],
+    }
+    for kind, value in (("a", "null"), ("b", "boolean"))
+]
+REPORTED: list[tuple[str, Any, str, str]] = [
+    ("xgrammar#863", {"type": "string", "pattern": "^[^\n\r]{1,129}$"}, '"x y"', '""'),
+    ("xgrammar#863", {"type": "string", "pattern": "^[^\n\r]{1,2000}$"}, '"x"', f'"{"x" * 2001}"'),
+    ("xgrammar#863", {"type": "string", "maxLength": 1_000_000}, '"x"', "1"),
+    ("xgrammar#863", {"enum": [f"name {number}" for number in range(4000)]}, '"name 3999"', '"n"'),
+    (
+        "livekit/agents#5324",
+        {"oneOf": BRANCHES},
+        '{"kind":"a","value":null}',
+        '{"kind":"b","value":null}',
+    ),
+    ("club-3090#57", {"type": ["object", "null"], "properties": {"a": {}}}, "null", "[]"),
+    ("club-3090#57", {"anyOf": [{"type": "array", "items": False}, {"const": 1}]}, "[]", "[1]"),
+]
+
+
+@pytest.mark.parametrize(("report", "schema", "good", "bad"), REPORTED)
+def test_schemas_of_public_reports(report: str, schema: Any, good: str, bad: str) -> None:
+    """Forms of other servers' users that came out right stay right."""
+    assert is_taken(form(schema), good), report
+    assert not is_taken(form(schema), bad), report
 
 
 MESSAGES = [

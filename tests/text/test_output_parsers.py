@@ -9,14 +9,17 @@ from random import Random
 
 import pytest
 
+from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.text.output_parsers import held_text
-from kvrelay.text.output_parsers.formats import format_of
+from kvrelay.text.output_parsers.formats import ToolFormat, form_or_calls, format_of
 from kvrelay.text.output_parsers.hermes import HermesParser
 from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 from kvrelay.text.output_parsers.plain import CallsAloneParser, NamedCallParser
 from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.wire.submit import StructuredOutput
+from tests.vocabularies import byte_vocabulary
 
 Said = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and the name and arguments of each call."""
@@ -164,11 +167,25 @@ TOLD_AT_THE_END: list[tuple[Callable[[], OutputParser], str, bool, Said]] = [
     (lambda: HermesParser(is_whole=True), '<tool_call>{"name": "f", "arguments": {"a', True, NONE),
     (lambda: JsonCallsParser(is_whole=True), '{"name": "f", "parameters": {"a": "S', True, NONE),
     (lambda: NamedCallParser("f", is_whole=True), '{"city": "San', True, NONE),
-    (PythonicParser, "[f(a='San", True, NONE),
+    *(
+        (PythonicParser, text, True, NONE)
+        for text in (
+            "[f(a='San", "[f(", "[f(a", "[f(a=", "[f(a=\"it's (", "[f(a=-1, b=[1, {'x': 't', 2",
+            "[f()", "[g.h(a='x' 'y'), f(", "[f(a=True, b=None), ",
+        )
+    ),
+    # Words that begin like a call are content.
+    *(
+        (PythonicParser, text, True, (text, "", []))
+        for text in (
+            "[note (this is important) that", "[note (x=3) is that", "[f(1", "[f(a=1, 2",
+            "[f(a) and", "[see (https://a.b", "[f(a=1 b", "[f(a=b=", "[f(a=[1)", "[f(x), y",
+        )
+    ),
     (lambda: CallsAloneParser(JsonCallsParser()), '[{\n  "name"', True, NONE),
     (JsonCallsParser, '{"answer": 4', True, ('{"answer": 4', "", [])),
     (lambda: NamedCallParser("f", is_whole=True), '{"a": 1}', True, ("", "", [("f", '{"a": 1}')])),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "text", "is_cut", "said"), TOLD_AT_THE_END)
@@ -249,3 +266,33 @@ def test_the_format_is_read_from_the_template() -> None:
     assert format_of('{% if tools %}{"name": f, "parameters": d}') == "llama3_json"
     assert format_of("{{ tools }} [func_name1(params_name1=v)]") == "pythonic"
     assert format_of("{{ messages }}") is None
+
+
+WRITTEN = {
+    ToolFormat.HERMES: (
+        '<tool_call>\n{"name": "f", "arguments": {"x": [1, null]}}\n</tool_call>',
+        '<tool_call>{"name": "f-2", "arguments": {}}</tool_call>\n'
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+    ),
+    ToolFormat.LLAMA3_JSON: (
+        '{"name": "f", "parameters": {"x": "y"}}; {"name": "f-2", "parameters": {}}',
+    ),
+    ToolFormat.PYTHONIC: (
+        """[f(a=1, b="x]", c='it', d=[True, None, {"k": -1.5}]), f-2()]""",
+        "[f()]",
+    ),
+}
+
+
+@pytest.mark.parametrize("tools", list(ToolFormat))
+def test_a_form_or_calls(tools: ToolFormat) -> None:
+    form = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+    grammar = form_or_calls(form, tools, ["f", "f-2"], ())
+    compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(grammar=grammar))
+    cases = [(text, True) for text in (*WRITTEN[tools], '{"a": 1}', "{}")]
+    cases += [(text.replace("f", "g"), False) for text in WRITTEN[tools]]
+    cases += [(text, False) for text in ("", "words", '{"a":  1}', '{"a": 1} [f()]')]
+    for text, is_good in cases:
+        matcher = compiled.deep_copy()
+        taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+        assert taken is is_good, text

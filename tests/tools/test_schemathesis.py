@@ -64,7 +64,8 @@ async def test_a_few_calls(tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("phase", "calls"), [("coverage", 1000), ("fuzzing", 1000), ("stateful", 100)]
+    ("phase", "examples", "calls"),
+    [("coverage", 300, 1000), ("fuzzing", 150, 500), ("stateful", 300, 100)],
 )
-async def test_many_calls(tmp_path: Path, phase: str, calls: int) -> None:
-    assert await attack(tmp_path, phase, 300) > calls
+async def test_many_calls(tmp_path: Path, phase: str, examples: int, calls: int) -> None:
+    assert await attack(tmp_path, phase, examples) > calls

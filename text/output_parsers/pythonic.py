@@ -13,6 +13,16 @@ from kvrelay.text.output_parsers.pieces import OutputPiece
 
 _MOST: Final = 16 << 10
 
+_TOKEN: Final = re.compile(
+    r"""(?P<text>'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?)"""
+    r"""|(?P<name>[A-Za-z_][\w.]*)|(?P<number>[\d.][\w.]*)|(?P<mark>\S)""",
+    re.DOTALL,
+)
+_CLOSES: Final = {")": "(", "]": "[", "}": "{"}
+_IN_VALUES: Final = frozenset(",:+-")
+_IN_CALL: Final = ["[", "("]
+"""The brackets that are open around a call's arguments."""
+
 
 class PythonicParser:
     """A parser of outputs that are calls alone, as a Python list, or else content alone.
@@ -57,12 +67,15 @@ class PythonicParser:
         self._is_content = found is None or is_long(begins)
 
     def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
-        """The calls, or the content that looked like them; calls that were cut off are none."""
+        """The calls, or the content that looked like them.
+
+        Calls that were cut off are neither.
+        """
         held = self._take()
         if self._is_content or not held:
             return []
         calls = _python_calls(held)
-        if calls is None and is_cut and self._in_arguments:
+        if calls is None and is_cut and self._in_arguments and _begins_calls(held):
             return []
         return calls or [OutputPiece(content=held)]
 
@@ -80,6 +93,41 @@ def _python_calls(text: str) -> list[OutputPiece] | None:
         return [piece for number, call in enumerate(calls) for piece in _call(number, call)] or None
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return None
+
+
+def _begins_calls(text: str) -> bool:
+    """Whether a text that was cut off may go on as a list of calls with named arguments."""
+    opened: list[str] = []
+    before = ""
+    """The mark before, or the kind of what stands in its place."""
+    is_named = False  # the argument
+    for token in _TOKEN.finditer(text):
+        mark, kind = token["mark"], token.lastgroup or ""
+        begins = opened == _IN_CALL and before in ("(", ",")
+        follows = before in ("text", "name", "number", ")", "]", "}")
+        is_named = is_named and not begins
+        if mark is None:
+            if (follows and (before, kind) != ("text", "text")) or (begins and kind != "name"):
+                return False
+            before = kind
+            continue
+        if opened == _IN_CALL and not is_named and mark != "=" and (mark != ")" or not begins):
+            return False
+        if mark in _CLOSES:
+            if not opened or opened.pop() != _CLOSES[mark]:
+                return False
+        elif mark in _CLOSES.values():
+            if follows != (opened == ["["]):
+                return False
+            opened.append(mark)
+        elif mark == "=":
+            if opened != _IN_CALL or is_named or before != "name":
+                return False
+            is_named = True
+        elif mark not in _IN_VALUES:
+            return False
+        before = mark
+    return True
 
 
 def _name(function: ast.expr) -> str:

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 _STOP_SECONDS: Final = 10.0
 _PROGRESS_SECONDS: Final = 1.0
 """The time between two reports of a starting worker's progress."""
+_MOST_FAILED_STARTS: Final = 3
+"""The starts of a successor that fail before nobody is to wait for it any more."""
 SLOWEST_BYTES_PER_SECOND: Final = 50e6
 """The lowest rate at which a usable disk reads weights."""
 
@@ -260,12 +262,22 @@ class WorkerSupervisor:
         An incarnation whose lease is over is dead to all others, so it is not taken back if it
         answers.
         """
+        failed = 0
+
+        def count_failure() -> None:
+            nonlocal failed
+            failed += 1
+            if failed == _MOST_FAILED_STARTS:
+                self._watcher.worker_fails_to_start(dead)
+
         await self._actor.ask_who_it_is(seconds=self._timeout)
         restart = WorkerHost.restart
         async with self._reporting_progress():
             while True:
                 seconds = self.start_seconds
-                started = await self._actor.call_until_answered(restart, seconds=seconds)
+                started = await self._actor.call_until_answered(
+                    restart, seconds=seconds, on_failure=count_failure
+                )
                 if started.info != dead:
                     life = self._begin(started)
                     await self._watcher.worker_started(started)

@@ -41,6 +41,10 @@ class Watcher(Protocol):
         """Report why the worker's latest incarnation has ended, unless it had drained."""
         ...
 
+    def worker_fails_to_start(self, info: WorkerInfo) -> None:
+        """Report that the incarnation's successor has failed to start several times."""
+        ...
+
     async def worker_removed(self, name: str) -> None:
         """Report that the worker has left for good, and that its actor is gone."""
         ...

@@ -54,10 +54,7 @@ class ChatPrompt:
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
         """Return the conversation's tokens; raise `InvalidField` if no room for output is left."""
-        try:
-            text = self._template.render(self._messages, **self._options)
-        except TemplateError as error:
-            raise InvalidField(self.field, str(error)) from error
+        text = self._render()
         end = text.rstrip()
         if self._options["continue_final_message"]:
             said = self._messages[-1]["content"]
@@ -67,6 +64,22 @@ class ChatPrompt:
         else:
             self.ends_in_reasoning = end.endswith(ReasoningParser.OPEN)
         return encoded(self.field, text, self._encode, limits)
+
+    def _render(self) -> str:
+        """Return the conversation's text; raise `InvalidField` if the template refuses it.
+
+        A template that needs a call's arguments as an object gets broken ones within an object.
+        """
+        try:
+            return self._template.render(self._messages, **self._options)
+        except TemplateError as error:
+            mended = [_with_objects(message) for message in self._messages]
+            if mended == self._messages:
+                raise InvalidField(self.field, str(error)) from error
+        try:
+            return self._template.render(mended, **self._options)
+        except TemplateError as error:
+            raise InvalidField(self.field, str(error)) from error
 
     def _encode(self, text: str, most_tokens: int) -> Sequence[int]:
         return encode(
@@ -109,3 +122,16 @@ def read_chat(
         )
     add = bool(body.add_special_tokens)
     return ChatPrompt(texts, template, body.messages, options, body_bytes, add_special_tokens=add)
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have objects for arguments: broken ones are a member."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    mended = []
+    for call in calls:
+        given = call["function"].get("arguments")
+        read = given if isinstance(given, dict) else {"arguments": given}
+        mended.append({**call, "function": {**call["function"], "arguments": read}})
+    return {**message, "tool_calls": mended}

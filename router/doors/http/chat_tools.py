@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.chat_template import ChatTemplate
 from kvrelay.text.json_schema import refer_below, without_annotations
-from kvrelay.text.output_parsers.formats import ToolFormat, format_of
+from kvrelay.text.output_parsers.formats import ToolFormat, form_or_calls, format_of
 from kvrelay.text.output_parsers.hermes import HermesParser
 from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
 from kvrelay.text.output_parsers.pieces import MakeParser, OutputParser
@@ -120,12 +120,15 @@ def speaker(
 
 
 def read_tools(
-    body: ChatCompletionRequest, dialect: Dialect, params: inference_pb2.SamplingParams
+    body: ChatCompletionRequest,
+    dialect: Dialect,
+    params: inference_pb2.SamplingParams,
+    special_tokens: Collection[str],
 ) -> Tools:
     """Convert `tools` and `tool_choice`; set the fields of `params` that calls need.
 
-    If a call is required, its form becomes the structured output. Otherwise the tags of calls are
-    left in the text.
+    If a call is required, its form becomes the structured output. If calls are allowed beside a
+    `response_format`, the output is either. Otherwise the tags of calls are left in the text.
     """
     tools, choice = body.tools or [], body.tool_choice or "auto"
     if not tools:
@@ -144,6 +147,10 @@ def read_tools(
             )
         if dialect.tools is not None and not params.HasField("skip_special_tokens"):
             params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
+        form = params.structured_output.json_schema if params.HasField(FIELD) else ""
+        if form and dialect.tools is not None and body.response_format is not None:
+            either = form_or_calls(form, dialect.tools, functions, special_tokens)
+            params.structured_output.CopyFrom(inference_pb2.StructuredOutput(grammar=either))
         return Tools(tools, first_alone=body.parallel_tool_calls is False)
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")
@@ -181,7 +188,11 @@ def calls_schema(functions: Mapping[str, Mapping[str, Any]], most: int | None) -
     for number, (name, function) in enumerate(functions.items()):
         place = f"/$defs/{number}"
         definitions[str(number)] = arguments = _arguments(function)
-        refer_below(arguments, place)
+        try:
+            refer_below(arguments, place)
+        except ValueError as error:
+            what = f"{error}: where a call is required, use $defs and references into it"
+            raise InvalidField(f"tools[{number}].function.parameters", what) from None
         calls.append(
             {
                 "type": "object",

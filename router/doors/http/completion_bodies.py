@@ -126,9 +126,11 @@ def read_chat_completion(
     if body.max_completion_tokens is not None:
         params.max_tokens = body.max_completion_tokens
     asked_as = dict(_set_structure(body, params))
-    tools = read_tools(body, dialect, params)
+    tools = read_tools(body, dialect, params, texts.of_tokens.special)
     if tools.named or tools.required:
         asked_as = {f"{FIELD}.json_schema": "tools", FIELD: "tools"}
+    elif FIELD in asked_as:
+        asked_as[f"{FIELD}.grammar"] = asked_as[FIELD]
     prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown)
     if body.top_logprobs and not body.logprobs:
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")

@@ -337,7 +337,7 @@ class _Door:
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
         """POST /tokenize: token ids of a text, or of a conversation."""
         body = await self._body(exchange)
-        await _send(exchange, await self._tokenizing.tokenize(caller, body, exchange.body_bytes))
+        await exchange.answer(await self._tokenizing.tokenize(caller, body, exchange.body_bytes))
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """POST /detokenize: the text of token ids."""

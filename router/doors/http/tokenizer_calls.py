@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from kvrelay.router.admission.sampling_params import check_token_ids
 from kvrelay.router.admission.served_tokenizer import MAX_TEXT_TOKENS, Texts
@@ -20,6 +22,8 @@ from kvrelay.router.placement.fleet import Fleet
 from kvrelay.text.chat_template import ChatTemplate, special_tokens_of
 
 Answer = dict[str, Any]
+_SLICE: Final = 4096
+"""Tokens that are written at once: to write them holds the interpreter's lock."""
 
 
 class Tokenizing:
@@ -41,8 +45,8 @@ class Tokenizing:
         self._template = template
         self._special_tokens = special_tokens_of(config.model_path)
 
-    async def tokenize(self, caller: Caller, members: dict[str, Any], body_bytes: int) -> Answer:
-        """Return the token ids of a text or a conversation."""
+    async def tokenize(self, caller: Caller, members: dict[str, Any], body_bytes: int) -> bytes:
+        """Return the token ids of a text or a conversation, in JSON."""
         body: TokenizeChatRequest | TokenizeCompletionRequest
         if members.get("messages") is not None:
             body = read_body(TokenizeChatRequest, members)
@@ -58,15 +62,10 @@ class Tokenizing:
             ids = await self._texts.tokenize(
                 caller.turn, "prompt", body.prompt, num_bytes, add_special_tokens=add
             )
-        names = None
-        if body.return_token_strs:
-            names = [self._texts.tokenizer.id_to_token(one) for one in ids]
-        return {
-            "count": len(ids),
-            "max_model_len": limits.most_tokens,
-            "tokens": list(ids),
-            "token_strs": names,
-        }
+        name_of = self._texts.tokenizer.id_to_token if body.return_token_strs else None
+        return await self._texts.threads.run(
+            caller.turn, 4 * len(ids), _tokens_answer, ids, limits.most_tokens, name_of
+        )
 
     async def detokenize(self, caller: Caller, members: dict[str, Any]) -> Answer:
         """Return the text of token ids."""
@@ -96,3 +95,20 @@ class Tokenizing:
     def _check_model(self, model: str | None) -> None:
         if model not in (None, "", self._config.model_name):
             raise UnknownModel(self._config.model_name, model)
+
+
+def _tokens_answer(
+    ids: Sequence[int], most_tokens: int, name_of: Callable[[int], str | None] | None
+) -> bytes:
+    """Return the answer with these tokens; call it in a thread."""
+    names = "null" if name_of is None else _list(ids, name_of)
+    return (
+        f'{{"count": {len(ids)}, "max_model_len": {most_tokens}, '
+        f'"tokens": {_list(ids)}, "token_strs": {names}}}'
+    ).encode()
+
+
+def _list(ids: Sequence[int], told: Callable[[int], int | str | None] = int) -> str:
+    """Return what is told of each token, in JSON."""
+    slices = (ids[begin : begin + _SLICE] for begin in range(0, len(ids), _SLICE))
+    return f"[{', '.join(json.dumps([told(one) for one in part])[1:-1] for part in slices)}]"

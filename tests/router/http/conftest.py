@@ -10,7 +10,7 @@ import pytest
 from kvrelay.router.config import RouterConfig
 
 from ..cluster import Cluster, running
-from .client import with_http
+from .client import counting, with_http
 
 
 @pytest.fixture(scope="session")
@@ -28,4 +28,11 @@ async def cluster(http_config: RouterConfig) -> AsyncIterator[Cluster]:
 @pytest.fixture
 async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+async def shared_http(http_config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
+    """One router for all tests that leave nothing there."""
+    async with counting(http_config) as (_, client):
         yield client

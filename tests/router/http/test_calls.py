@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvrelay.deploy.load_generator.openai_client import CompletionsClient, serve
 from kvrelay.deploy.load_generator.workload import Job, Prompts
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.discovery import StaticDiscovery
+from kvrelay.router.doors.http import tokenizer_calls
 from kvrelay.router.errors import StartError
 from kvrelay.router.router import Router
 from kvrelay.v1 import inference_pb2 as pb
@@ -353,3 +355,22 @@ async def test_tokenize_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) 
         answer = await http.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert (await http.post("/tokenize", json={"prompt": "x", "model": "y"})).status_code == 404
+
+
+async def test_token_strings_are_made_in_a_thread_by_slices(
+    http: httpx.AsyncClient, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, make = set(), tokenizer_calls._tokens_answer
+
+    def seen(*args: Any) -> bytes:
+        threads.add(threading.current_thread())
+        return make(*args)
+
+    monkeypatch.setattr(tokenizer_calls, "_tokens_answer", seen)
+    for text in ("", "日本 " * 3000):
+        body = {"prompt": text, "return_token_strs": True}
+        told = (await http.post("/tokenize", json=body)).json()
+        encoded = tokenizer.encode(text)
+        assert (told["tokens"], told["token_strs"]) == (encoded.ids, encoded.tokens)
+    assert len(told["tokens"]) > 2 * tokenizer_calls._SLICE
+    assert threading.main_thread() not in threads

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -91,13 +92,14 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=2).flatmap(
 )
 
 
-async def test_fuzzed_bodies(http_config: RouterConfig) -> None:
+@pytest.mark.parametrize("bodies", [40, pytest.param(150, marks=pytest.mark.slow)])
+async def test_fuzzed_bodies(http_config: RouterConfig, bodies: int) -> None:
     """No body makes the router fail, and none leaves a request behind."""
     async with counting(http_config) as (cluster, http):
         loop = asyncio.get_running_loop()
 
         @settings(
-            max_examples=150,
+            max_examples=bodies,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -102,7 +102,7 @@ async def test_a_whole_answer_has_a_bound(
         assert (await cluster.server_info()).live_requests == 0
 
 
-LARGE = {"prompt": [[1, 2]] * 4, "n": 12, "max_tokens": 500, "logprobs": 20}
+LARGE = {"prompt": [[1, 2]] * 4, "n": 6, "max_tokens": 500, "logprobs": 20}
 
 
 def say_much(cluster: Cluster) -> None:

@@ -55,8 +55,8 @@ def named_in_the_page() -> set[str]:
     return {name for row in rows for name in re.findall(r"`([a-z_.]+)[^`]*`", row)}
 
 
-async def test_each_field_of_the_page_is_in_the_document(http: httpx.AsyncClient) -> None:
-    told = await document(http)
+async def test_each_field_of_the_page_is_in_the_document(shared_http: httpx.AsyncClient) -> None:
+    told = await document(shared_http)
     bodies = [body_of(told, path)["properties"] for path in WITH_BODIES[:2]]
     for name in named_in_the_page():
         outer, _, inner = name.partition(".")
@@ -79,15 +79,19 @@ async def test_each_field_of_the_page_is_in_the_document(http: httpx.AsyncClient
     ],
 )
 async def test_the_reader_knows_the_fields_of_the_document_and_no_others(
-    http: httpx.AsyncClient, path: str, number: int, base: dict[str, Any], required: list[str]
+    shared_http: httpx.AsyncClient,
+    path: str,
+    number: int,
+    base: dict[str, Any],
+    required: list[str],
 ) -> None:
-    told = await document(http)
+    told = await document(shared_http)
     schema = bodies_of(told, path)[number]
     known = {*schema["properties"], "prompt", "messages"}
     assert schema.get("required", []) == required
     every = [one["properties"] for each in WITH_BODIES for one in bodies_of(told, each)]
     for name in sorted({name for one in every for name in one} - {"prompt", "messages"}):
-        answer = await http.post(path, json={**base, name: {"a": {}}})
+        answer = await shared_http.post(path, json={**base, name: {"a": {}}})
         unknown = f"{name}: is no field that this server knows" in answer.text
         assert unknown is (name not in known), (name, answer.text)
 
@@ -120,12 +124,12 @@ async def test_the_reader_knows_the_fields_of_the_document_and_no_others(
     ],
 )
 async def test_the_document_and_the_reader_agree(
-    http: httpx.AsyncClient, change: dict[str, Any], fits: bool
+    shared_http: httpx.AsyncClient, change: dict[str, Any], fits: bool
 ) -> None:
-    schema = body_of(await document(http), "/v1/completions")
+    schema = body_of(await document(shared_http), "/v1/completions")
     body = {**PROMPT, **change}
     assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
-    answer = await http.post("/v1/completions", json=body)
+    answer = await shared_http.post("/v1/completions", json=body)
     assert (answer.status_code == 200) is fits, answer.text
 
 
@@ -148,12 +152,12 @@ async def test_the_document_and_the_reader_agree(
     ],
 )
 async def test_the_document_and_the_reader_of_chats_agree(
-    http: httpx.AsyncClient, change: dict[str, Any], fits: bool
+    shared_http: httpx.AsyncClient, change: dict[str, Any], fits: bool
 ) -> None:
-    schema = body_of(await document(http), "/v1/chat/completions")
+    schema = body_of(await document(shared_http), "/v1/chat/completions")
     body = {**CHAT, **change}
     assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
-    answer = await http.post("/v1/chat/completions", json=body)
+    answer = await shared_http.post("/v1/chat/completions", json=body)
     assert (answer.status_code == 200) is fits, answer.text
 
 
@@ -175,16 +179,16 @@ async def test_the_document_and_the_reader_of_chats_agree(
     ],
 )
 async def test_the_document_and_the_reader_of_sessions_agree(
-    http: httpx.AsyncClient, body: dict[str, Any], fits: bool
+    shared_http: httpx.AsyncClient, body: dict[str, Any], fits: bool
 ) -> None:
-    schema = body_of(await document(http), "/v1/sessions")
+    schema = body_of(await document(shared_http), "/v1/sessions")
     assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
-    answer = await http.post("/v1/sessions", json=body)
+    answer = await shared_http.post("/v1/sessions", json=body)
     assert (answer.status_code == 200) is fits, answer.text
 
 
-async def test_each_path_of_sessions_is_in_the_document(http: httpx.AsyncClient) -> None:
-    paths = (await document(http))["paths"]
+async def test_each_path_of_sessions_is_in_the_document(shared_http: httpx.AsyncClient) -> None:
+    paths = (await document(shared_http))["paths"]
     assert set(paths["/v1/sessions"]) == {"post", "get"}
     assert "requestBody" not in paths["/v1/sessions"]["get"]
     [(method, told)] = paths["/v1/sessions/{session}"].items()
@@ -193,11 +197,11 @@ async def test_each_path_of_sessions_is_in_the_document(http: httpx.AsyncClient)
 
 
 async def test_links_lead_to_an_operation_with_what_the_answer_has(
-    http: httpx.AsyncClient,
+    shared_http: httpx.AsyncClient,
 ) -> None:
-    told = await document(http)
-    opened = (await http.post("/v1/sessions", json={})).raise_for_status()
-    listed = (await http.get("/v1/models")).raise_for_status()
+    told = await document(shared_http)
+    opened = (await shared_http.post("/v1/sessions", json={})).raise_for_status()
+    listed = (await shared_http.get("/v1/models")).raise_for_status()
     for path, method, answer in (("sessions", "post", opened), ("models", "get", listed)):
         links = told["paths"][f"/v1/{path}"][method]["responses"]["200"]["links"]
         [(parameter, link)] = links.items()
@@ -211,13 +215,13 @@ async def test_links_lead_to_an_operation_with_what_the_answer_has(
         for step in link["parameters"][parameter].removeprefix("$response.body#/").split("/"):
             found = found[int(step)] if isinstance(found, list) else found[step]
         followed = next_path.replace(f"{{{parameter}}}", found)
-        assert (await http.request(next_method, followed)).status_code == 200
+        assert (await shared_http.request(next_method, followed)).status_code == 200
 
 
-async def test_errors_have_the_documented_form(http: httpx.AsyncClient) -> None:
-    told = await document(http)
+async def test_errors_have_the_documented_form(shared_http: httpx.AsyncClient) -> None:
+    told = await document(shared_http)
     schema = told["components"]["schemas"]["Error"]
     for path, body in (("/v1/completions", {}), ("/v1/completions", {"model": "x", "prompt": "y"})):
-        answer = await http.post(path, json=body)
+        answer = await shared_http.post(path, json=body)
         assert str(answer.status_code) in told["paths"][path]["post"]["responses"]
         jsonschema.validate(answer.json(), schema)

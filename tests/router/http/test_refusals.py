@@ -77,9 +77,9 @@ from .client import CHAT, PROMPT, TEMPLATE
     ],
 )
 async def test_a_refusal_names_the_field(
-    http: httpx.AsyncClient, body: dict[str, Any], status: int, param: str
+    shared_http: httpx.AsyncClient, body: dict[str, Any], status: int, param: str
 ) -> None:
-    answer = await http.post("/v1/completions", json=body)
+    answer = await shared_http.post("/v1/completions", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param)
     assert error["message"].startswith(param)
@@ -109,8 +109,10 @@ async def test_a_refusal_names_the_field(
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )
-async def test_a_refused_chat(http: httpx.AsyncClient, change: dict[str, Any], param: str) -> None:
-    answer = await http.post("/v1/chat/completions", json={**CHAT, **change})
+async def test_a_refused_chat(
+    shared_http: httpx.AsyncClient, change: dict[str, Any], param: str
+) -> None:
+    answer = await shared_http.post("/v1/chat/completions", json={**CHAT, **change})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -118,20 +120,20 @@ async def test_a_refused_chat(http: httpx.AsyncClient, change: dict[str, Any], p
     "body",
     [b"", b"{", b"[]", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[" * 30_000],
 )
-async def test_what_is_no_json_object(http: httpx.AsyncClient, body: bytes) -> None:
-    answer = await http.post("/v1/completions", content=body)
+async def test_what_is_no_json_object(shared_http: httpx.AsyncClient, body: bytes) -> None:
+    answer = await shared_http.post("/v1/completions", content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("the body")
     assert "connection" not in answer.headers
 
 
-async def test_a_body_that_is_too_large(http: httpx.AsyncClient) -> None:
+async def test_a_body_that_is_too_large(shared_http: httpx.AsyncClient) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(80):
             yield b" " * 1024
 
     for content in (b" " * (65 << 10), pieces()):
-        answer = await http.post("/v1/completions", content=content)
+        answer = await shared_http.post("/v1/completions", content=content)
         assert answer.status_code == 413
         assert answer.headers["connection"] == "close"
 
@@ -229,10 +231,10 @@ def test_the_first_of_many_faults(change: dict[str, Any], problem: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [300, 600, 900])
-async def test_a_schema_of_many_levels(http: httpx.AsyncClient, depth: int) -> None:
+async def test_a_schema_of_many_levels(shared_http: httpx.AsyncClient, depth: int) -> None:
     schema = '{"a":' * depth + "1" + "}" * depth
     body = f'{{"prompt": "x", "guided_json": {schema}}}'
-    answer = await http.post("/v1/completions", content=body.encode())
+    answer = await shared_http.post("/v1/completions", content=body.encode())
     assert answer.status_code == 400
 
 
@@ -292,10 +294,10 @@ async def test_too_many_requests_are_told_when_to_try_again(
     ],
 )
 async def test_a_refused_chat_parameter_has_the_clients_name(
-    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+    shared_http: httpx.AsyncClient, fields: dict[str, Any], param: str
 ) -> None:
     body = {"messages": CHAT["messages"], **fields}
-    error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+    error = (await shared_http.post("/v1/chat/completions", json=body)).json()["error"]
     assert (error["param"], error["message"].split(":")[0]) == (param, param)
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 from kvrelay.router.doors.http.chat_tools import calls_schema
+from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.submit import StructuredOutput
@@ -232,6 +233,43 @@ async def test_an_output_with_a_form_has_no_reasoning(
             assert (message["reasoning"], message["content"]) == ("", '{"a": 1}')
 
 
+async def test_a_form_beside_tools_that_may_be_called(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The answer has the form, or is calls."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    described = {"name": "x", "schema": schema}
+    form: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": described}}
+    async with served(config, tmp_path) as (cluster, client):
+        worker = cluster.workers[0]
+        call = f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}</tool_call>'
+        for text, content, calls, reason in [
+            ('{"a": 1}', '{"a": 1}', [], "stop"),
+            (call, "", [["weather", ARGUMENTS]], "tool_calls"),
+        ]:
+            worker.on_submit = saying(text, tokenizer)
+            said = {"content": content, "reasoning": "", "calls": calls}
+            assert whole(await ask(client, **form)) == (said, reason)
+            assert await streamed(client, **form) == (said, reason)
+        wanted = worker.submits[-1].sampling_params.structured_output
+        compiled = GrammarCompiler(byte_vocabulary).compile(
+            StructuredOutput(grammar=wanted.grammar)
+        )
+        for text, is_good in [
+            ('{"a": 1}', True),
+            (call, True),
+            ('{"a": "x"}', False),
+            (call.replace("weather", "other"), False),
+            ("words", False),
+        ]:
+            matcher = compiled.deep_copy()
+            taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+            assert taken is is_good, text
+        described["schema"] = {"type": "array", "uniqueItems": True}
+        with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema"):
+            await ask(client, **form)
+
+
 RECURSIVE = {
     "type": "object",
     "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}},
@@ -250,9 +288,24 @@ OTHER = {
     "required": ["b"],
 }
 WITH_ID = {"$id": "https://a/b", "properties": {"next": {"$ref": "https://a/b#"}}}
+ELSEWHERE = {
+    "$ref": "#/components/schemas/A",
+    "components": {
+        "schemas": {
+            "A": {
+                "type": "object",
+                "properties": {"n": {"$ref": "#/components/schemas/A"}, "i": {"type": "integer"}},
+            }
+        }
+    },
+}
+ANCHORED = [
+    {"properties": {"x": {"$ref": "#s"}}, "$defs": {"s": {"$anchor": "s", "type": kind}}}
+    for kind in ("null", "boolean")
+]
 PARAMETERS: dict[str, Any] = {
     "list": RECURSIVE, "one": SHARED[0], "two": SHARED[1], "other": OTHER, "id": WITH_ID,
-    "none": None,
+    "none": None, "elsewhere": ELSEWHERE, "anchor": ANCHORED[0], "anchors": ANCHORED[1],
 }  # fmt: skip
 CALLED = [
     ("list", '{"v":3,"next":{"v":4,"next":{"v":5}}}', True),
@@ -265,7 +318,20 @@ CALLED = [
     ("id", '{"next":{"next":{}}}', True),
     ("none", "{}", True),
     ("none", '{"x":1}', False),
+    ("elsewhere", '{"n":{"n":{"i":1}}}', True),
+    ("elsewhere", '{"n":[]}', False),
+    ("elsewhere", '{"n":{"more":1}}', False),
+    ("anchor", '{"x":null}', True),
+    ("anchor", '{"x":true}', False),
+    ("anchors", '{"x":true}', True),
 ]
+
+
+def test_a_required_call_has_no_schema_that_is_named_within_another() -> None:
+    inner = {"$id": "https://a/b", "properties": {"x": {"$ref": "#/properties/y"}, "y": {}}}
+    with pytest.raises(InvalidField, match=r"an \$id below its root, .https://a/b.") as caught:
+        calls_schema({"f": {"parameters": {"properties": {"a": inner}}}}, None)
+    assert caught.value.field == "tools[0].function.parameters"
 
 
 def test_a_required_call_has_arguments_by_its_own_schema() -> None:
@@ -381,16 +447,21 @@ async def test_a_conversation_goes_on_after_arguments_that_are_broken(
     function = {"name": "weather", "arguments": arguments}
     call = {"id": "x", "type": "function", "function": function}
     messages = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
-    async with served(config, tmp_path, "{{ messages[1].tool_calls[0].function.arguments }}") as (
-        cluster,
-        client,
-    ):
-        cluster.workers[0].on_submit = saying("Sun.", tokenizer)
-        answer = await ask(client, messages=messages, tools=openai.omit)
-        assert whole(answer)[0]["content"] == "Sun."
-        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
-        expected = "{}" if arguments in ("null", "", None) else str(arguments)
-        assert prompt == expected
+    is_none = arguments in ("null", "", None)
+    shown = "messages[1].tool_calls[0].function.arguments"
+    for template, expected in [
+        (f"{{{{ {shown} }}}}", "{}" if is_none else str(arguments)),
+        (
+            f"<{{% for k, v in {shown}|items %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}",
+            "<" if is_none else f"<arguments={arguments}",
+        ),
+    ]:
+        async with served(config, tmp_path, template) as (cluster, client):
+            cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+            answer = await ask(client, messages=messages, tools=openai.omit)
+            assert whole(answer)[0]["content"] == "Sun."
+            prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+            assert prompt == expected
 
 
 HERE = {"x": 1}

@@ -1,17 +1,30 @@
-"""A cluster whose every door is locked: who has the keys is served, and nobody else."""
+"""A cluster of processes of their own, every door of which is locked.
+
+Who has the keys is served, and nobody else. A hand-over is one trace, no log has a prompt, and a
+worker that is killed costs no token.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from dataclasses import replace
+import logging
+import os
+import signal
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
+import pytest
 
 from kvrelay.net.channels import worker_credentials
 from kvrelay.net.tls import TlsFiles
+from kvrelay.options.observing import LogFormat
 from kvrelay.v1 import (
     hand_over_pb2,
     hand_over_pb2_grpc,
@@ -21,11 +34,15 @@ from kvrelay.v1 import (
 )
 from tests.certificates import Authority, open_channel
 from tests.cluster.commands import example, kvrelay
+from tests.cluster.logged import assert_no_secrets, drive
 from tests.cluster.running import RunningCluster, running
+from tests.cluster.traced import CHUNK_TOKENS, ask_for_a_trace, assert_one_trace
 from tests.known import known
+from tests.otlp_receiver import Collector, collecting
 
 TOKEN = "only-friends"
 OPERATOR = "may-drain"
+SECONDS = 60
 LONG = 4000
 """Tokens, so many that the request still runs at the end of the test, which aborts it."""
 TOKENS = f"""
@@ -46,34 +63,114 @@ max_live_requests = 1
 """
 
 
-async def test_a_locked_cluster_serves_its_friends(ray: None, tiny: Path, tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "tls")
+@dataclass(frozen=True)
+class Locked:
+    """The cluster, and its keys."""
+
+    cluster: RunningCluster
+    files: TlsFiles
+    tls: grpc.ChannelCredentials
+    token_files: dict[str, Path]
+    collector: Collector
+
+
+@pytest.fixture(scope="module")
+async def locked(
+    ray: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Locked]:
+    """One cluster for all tests of this file, in which a few hand-overs fail, too."""
+    folder = tmp_path_factory.mktemp("locked")
+    authority = Authority(folder / "tls")
     files = authority.issue()
-    tokens = tmp_path / "tokens.toml"
+    tokens = folder / "tokens.toml"
     tokens.write_text(TOKENS)
-    token_files = {name: tmp_path / name for name in (TOKEN, OPERATOR)}
+    token_files = {name: folder / name for name in (TOKEN, OPERATOR)}
     for token, path in token_files.items():
         path.write_text(f"{token}\n")
     tls = grpc.ssl_channel_credentials(authority.ca.read_bytes())
     friend = grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(TOKEN))
-    locks = {
+    options: dict[str, Any] = {
         "tls_cert": files.cert,
         "tls_key": files.key,
         "tls_ca": files.ca,
         "auth_token_file": tokens,
+        "dtype": "float32",
+        "kv_memory": 8 << 20,
+        "chunk_tokens": CHUNK_TOKENS,
+        "worker_timeout": 5.0,
+        "trace_sample": 0.0,
+        "log_format": LogFormat.JSON,
+        "log_level": logging.DEBUG,
+        "debug_faults": "decode-0/fail:pull:2,prefill-0/drop:announce:8",
     }
-    async with running(tiny, friend, dtype="float32", kv_memory=8 << 20, **locks) as cluster:
-        answer = await cluster.generate("the quick brown fox", max_tokens=6, ignore_eos=True)
-        assert len(answer.tokens) == 6
-        await cluster.assert_at_baseline()
+    async with (
+        collecting() as collector,
+        running(tiny, friend, otlp=collector.endpoint, **options) as cluster,
+    ):
+        yield Locked(cluster, files, tls, token_files, collector)
 
-        await strangers_do_not_reach_the_front(cluster, tls)
-        await strangers_do_not_reach_the_workers(cluster, files, tmp_path)
-        await commands_are_told_the_keys(cluster, files, token_files[TOKEN])
-        await the_example_brings_its_token(cluster, files, token_files[TOKEN])
-        await operators_alone_drain(cluster, files, token_files)
-        await nobody_learns_of_the_requests_of_others(cluster, tls)
-        await cluster.assert_at_baseline()
+
+async def test_no_log_has_prompts_or_outputs(
+    locked: Locked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the lowest level, and where something goes wrong, too."""
+    caplog.set_level(logging.DEBUG)
+    deployment = locked.cluster.deployment
+    started = {worker.incarnation for worker in deployment.cluster.workers.values()}
+    http = httpx.AsyncClient(
+        base_url=f"https://{deployment.router.http_address}",
+        headers={"authorization": f"Bearer {TOKEN}"},
+        verify=ssl.create_default_context(cafile=str(locked.files.ca)),
+        timeout=60,
+    )
+    outputs = await drive(locked.cluster.stub, http)
+    router = caplog.text + json.dumps([vars(record) for record in caplog.records], default=str)
+    await assert_no_secrets(started, outputs, router)
+    await locked.cluster.assert_at_baseline()
+
+
+async def test_a_hand_over_is_one_trace(locked: Locked) -> None:
+    await ask_for_a_trace(locked.cluster, locked.collector)
+    assert_one_trace(locked.collector)
+
+
+async def test_a_locked_cluster_serves_its_friends(locked: Locked, tmp_path: Path) -> None:
+    cluster, files, token_files = locked.cluster, locked.files, locked.token_files
+    answer = await cluster.generate("the quick brown fox", max_tokens=6, ignore_eos=True)
+    assert len(answer.tokens) == 6
+    await cluster.assert_at_baseline()
+
+    await strangers_do_not_reach_the_front(cluster, locked.tls)
+    await strangers_do_not_reach_the_workers(cluster, files, tmp_path)
+    await commands_are_told_the_keys(cluster, files, token_files[TOKEN])
+    await the_example_brings_its_token(cluster, files, token_files[TOKEN])
+    await operators_alone_drain(cluster, files, token_files)
+    await nobody_learns_of_the_requests_of_others(cluster, locked.tls)
+    await cluster.assert_at_baseline()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_killed_worker_comes_back_and_costs_no_token(locked: Locked) -> None:
+    cluster = locked.cluster
+    prompts = [[number, *range(3, 70)] for number in range(4)]
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}
+    expected = [(await cluster.generate(prompt, **sampling)).tokens for prompt in prompts]
+    killed = cluster.deployment.cluster.workers["decode-0"]
+    resubmitted = await cluster.metric("kvrelay_resubmissions_total")
+    asked = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt in prompts]
+    async with asyncio.timeout(SECONDS):
+        while not await generates(cluster, "decode-0"):
+            await asyncio.sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert [answer.tokens for answer in await asyncio.gather(*asked)] == expected
+    assert await cluster.metric("kvrelay_resubmissions_total") > resubmitted
+    assert cluster.deployment.cluster.workers["decode-0"].incarnation != killed.incarnation
+    await cluster.assert_at_baseline()
+
+
+async def generates(cluster: RunningCluster, name: str) -> bool:
+    loads = [worker.load for worker in await cluster.status() if worker.worker == name]
+    return any(load.running_requests for load in loads)
 
 
 async def strangers_do_not_reach_the_front(

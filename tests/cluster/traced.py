@@ -1,46 +1,48 @@
-"""One trace has the spans of the router and both workers, from processes of their own."""
+"""A trace with the spans of the router and both workers, from processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from kvrelay.v1 import inference_pb2
-from tests.cluster.running import RunningCluster, running
-from tests.otlp_receiver import Collector, collecting
+from tests.cluster.running import RunningCluster
+from tests.otlp_receiver import Collector
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PROMPT = tuple(range(1, 101))
+CHUNK_TOKENS = 40
 SECONDS = 60
 ROUTER, PREFILL, DECODE = "kvrelay-router", "kvrelay-prefill", "kvrelay-decode"
 
 
-async def test_a_hand_over_is_one_trace(ray, tiny: Path) -> None:
-    async with collecting() as collector:
-        options = {"otlp": collector.endpoint, "trace_sample": 0.0, "chunk_tokens": 40}
-        async with running(tiny, **options) as cluster:
-            await cluster.generate(PROMPT, max_tokens=6)  # not traced
-            call = cluster.stub.Generate(
-                inference_pb2.GenerateRequest(
-                    request_id="traced",
-                    input_ids=inference_pb2.TokenIds(ids=[2, *PROMPT]),
-                    sampling_params=inference_pb2.SamplingParams(max_tokens=6, ignore_eos=True),
-                ),
-                metadata=[("traceparent", f"00-{TRACE}-{SPAN}-01")],
-            )
-            async for _ in call:
-                pass
-            await cluster.assert_at_baseline()
-            await collector.until(_is_complete)
-            async with asyncio.timeout(SECONDS):  # they are counted once the collector has answered
-                while (exported := await exported_spans(cluster)) < len(collector.spans):
-                    await asyncio.sleep(0.05)
-            dropped = await cluster.metric("kvrelay_spans_total") - exported
+async def ask_for_a_trace(cluster: RunningCluster, collector: Collector) -> None:
+    """One request of several that is traced, and all of its spans arrive."""
+    await cluster.generate(PROMPT, max_tokens=6)  # not traced
+    call = cluster.stub.Generate(
+        inference_pb2.GenerateRequest(
+            request_id="traced",
+            input_ids=inference_pb2.TokenIds(ids=[2, *PROMPT]),
+            sampling_params=inference_pb2.SamplingParams(max_tokens=6, ignore_eos=True),
+        ),
+        metadata=[("traceparent", f"00-{TRACE}-{SPAN}-01")],
+    )
+    async for _ in call:
+        pass
+    await cluster.assert_at_baseline()
+    await collector.until(_is_complete)
+    async with asyncio.timeout(SECONDS):  # they are counted once the collector has answered
+        while (exported := await exported_spans(cluster)) < len(collector.spans):
+            await asyncio.sleep(0.05)
+    dropped = await cluster.metric("kvrelay_spans_total") - exported
     assert (exported, dropped) == (len(collector.spans), 0)
+
+
+def assert_one_trace(collector: Collector) -> None:
+    """The spans are those of one hand-over."""
     assert {one.span.trace_id.hex() for one in collector.spans} == {TRACE}
     _check_tree(collector)
     chunks = [chunk.attributes["kvrelay.tokens"] for chunk in collector.named("prefill chunk")]
-    assert (sum(chunks), max(chunks)) == (101, 40)
+    assert (sum(chunks), max(chunks)) == (101, CHUNK_TOKENS)
     pulls = collector.named("hand-over pull")
     pages = sum(pull.attributes["kvrelay.pages"] for pull in pulls)
     assert pages == -(-101 // 16)
