@@ -36,8 +36,8 @@ class TransformersConfig:
     max_model_len: int
     """The most tokens of a sequence, prompt and output."""
     eos_token_ids: tuple[int, ...]
-    version: str = field(repr=False)
-    """The version of transformers. It is not in the `repr`, nor in hashes of it."""
+    version: str
+    """The version of transformers: another may compute other bits."""
     fields: str
     """All fields of its configuration as JSON."""
     layout: Layout = field(repr=False)
