@@ -190,3 +190,16 @@ def gelu_mul_row(gates: Array, ups: Array, products: Array) -> None:
         gate = widen(gates[i])
         x = slope * gate * (np.float32(1.0) + bend * gate * gate)
         store(products, i, times_sigmoid(gate, x) * widen(ups[i]))
+
+
+@exact
+def clamped_silu_mul_row(gates: Array, ups: Array, slope: Any, most: Any, products: Array) -> None:
+    """Write ``(up + 1) * gate * sigmoid(slope * gate)``, as gpt-oss does.
+
+    A gate is at most `most`, the other factor within ``[-most, most]``; NaN stays NaN.
+    """
+    for i in range(len(products)):
+        gate, up = widen(gates[i]), widen(ups[i])
+        gate = min(gate, most)
+        up = most if up > most else max(up, -most)
+        store(products, i, times_sigmoid(gate, slope * gate) * (up + np.float32(1.0)))

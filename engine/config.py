@@ -15,6 +15,7 @@ from kvrelay.model_runner.attention.attention_choice import AttentionChoice, Att
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphSizes
 from kvrelay.model_runner.config.model_code import ModelCode
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
 from kvrelay.options.memory_share import MemoryShare
@@ -100,11 +101,19 @@ class WorkerOptions(ObservingOptions):
         "requests, which is slower for few long sequences. Not for latents (MLA).",
         Section.MODEL,
     )
+    moe_backend: MoEBackend = option(
+        MoEBackend.AUTO,
+        "What computes the experts of a layer: our own kernel on a CPU, torch's grouped products, "
+        "or FlashInfer's kernel on a GPU (it has to be installed, and compiles for minutes when it "
+        "is first used). auto takes our own where the processor has it, and torch elsewhere.",
+        Section.MODEL,
+    )
     cuda_graphs: CudaGraphs = option(
         CudaGraphs.AUTO,
         "Which steps a GPU is given as one CUDA graph: decode those in which each request "
         "generates one token, or verifies drafts, auto the same where they can be captured, or "
-        "none, with a line in the log. For --attention flashinfer, and models without experts.",
+        "none, with a line in the log. For --attention flashinfer. Experts have graphs on sm_90 "
+        "and sm_100 in bfloat16, or by --moe-backend flashinfer.",
         Section.MODEL,
     )
     cuda_graph_sizes: str | None = option(

@@ -21,6 +21,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.backend import AttentionBackend, AttentionFactory
 from kvrelay.model_runner.attention.expanded_latents import SplittingAttention, absorbing
+from kvrelay.model_runner.attention.flashinfer_attention import import_flashinfer
 from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
@@ -32,6 +33,7 @@ from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphRoom, do_
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.config.model_config import MLAConfig, ModelConfig
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.errors import UnknownArchitectureError, UnsupportedOptionError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
@@ -39,12 +41,14 @@ from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise import Elementwise
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
+from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory, experts_wait
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 from kvrelay.model_runner.transformers_model.configuration import (
     TransformersConfig,
     read_transformers_config,
 )
+from kvrelay.model_runner.transformers_model.own_parts import OwnParts
 from kvrelay.model_runner.transformers_model.paged_attention import LayoutAttention
 from kvrelay.model_runner.transformers_model.self_proof import load_proven
 from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
@@ -71,6 +75,7 @@ class ModelRunner:
             token by token. Prompts of a thousand tokens take 1.8 times as long in bfloat16.
         model_code: whose code computes the model.
         cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", or "auto", the faster one.
+        moe_backend: what computes experts.
         attention: what computes attention.
         attention_splits: how FlashInfer divides a sequence's KV.
         kv_dtype: the dtype of keys and values in pages.
@@ -95,6 +100,7 @@ class ModelRunner:
         batch_invariant: bool = False,
         model_code: ModelCode = ModelCode.AUTO,
         cpu_kernels: str = "auto",
+        moe_backend: MoEBackend = MoEBackend.AUTO,
         attention: AttentionChoice = AttentionChoice.AUTO,
         attention_splits: AttentionSplits = AttentionSplits.BATCH,
         kv_dtype: KVDtype = KVDtype.AUTO,
@@ -110,7 +116,7 @@ class ModelRunner:
         path = Path(model_path)
         self.config = _read_model(path, model_code)
         if isinstance(self.config, TransformersConfig):
-            _refuse_native_options(batch_invariant, kv_dtype)
+            _refuse_native_options(batch_invariant, kv_dtype, moe_backend)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
         if batch_invariant:
@@ -118,6 +124,8 @@ class ModelRunner:
         self._batch_invariant = batch_invariant
         self._draft = draft
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
+        self._moe_backend = moe_backend
+        fused = self._import_fused_experts()
         room = self._graph_room(graphs)
         # Before the weights, so that unsupported options are refused at once.
         page_size = 1 if graphs is None else graphs.page_size
@@ -134,8 +142,19 @@ class ModelRunner:
                 self.dtype, self.device, batch_invariant, package, self.kernel_threads
             )
             linears = LinearFactory(batch_invariant, self.kernel_threads, cpu_kernels)
+            experts = ExpertFactory(
+                moe_backend,
+                self.dtype,
+                self.device,
+                linears,
+                elementwise,
+                self.kernel_threads,
+                fused,
+            )
             self._kv_scales: list[list[KVScale]] = [[] for _ in self.config.pool_layers]
-            self._decoder, self.weights_digest = self._load(path, linears, elementwise, on_read)
+            self._decoder, self.weights_digest = self._load(
+                path, linears, elementwise, experts, on_read
+            )
         self._has_own_products = linears.is_mostly_own
         self.product_ways = linears.ways
         """The way of products with each shape of weights that has several, such as `960 x 576`."""
@@ -181,18 +200,20 @@ class ModelRunner:
         folder: Path,
         linears: LinearFactory,
         elementwise: Elementwise,
+        experts: ExpertFactory,
         on_read: Callable[[int], None],
     ) -> tuple[Decoder | TransformersDecoder, str]:
         """Load the weights: a decoder, and the hash of what it was made of."""
         dtype, device, threads = self.dtype, self.device, self.kernel_threads
         if isinstance(self.config, TransformersConfig):
             assert isinstance(self._attention, LayoutAttention)
-            return load_proven(
-                self.config, dtype, device, self._attention, linears, elementwise, threads, on_read
-            )
+            parts = OwnParts(linears, elementwise, experts)
+            return load_proven(self.config, dtype, device, self._attention, parts, threads, on_read)
         checkpoint = Checkpoint(folder, dtype, device, on_read)
         self._kv_scales = self._read_kv_scales(self.config, checkpoint)
-        decoder = Decoder(self.config, checkpoint, dtype, device, linears, elementwise, threads)
+        decoder = Decoder(
+            self.config, checkpoint, dtype, device, linears, elementwise, experts, threads
+        )
         return decoder, checkpoint.digest
 
     @property
@@ -465,14 +486,30 @@ class ModelRunner:
             lack = "not for transformers' model code (--model-code)"
             do_without_graphs(lack, required=options.required)
             return None
-        if any(layer.moe is not None for layer in self.config.layers):
-            lack = "not for models with experts: the host chooses what runs"
-            do_without_graphs(lack, required=options.required)
+        if self._has_experts and (
+            wait := experts_wait(
+                self._moe_backend, self.config.fp8_weights, self.dtype, self.device
+            )
+        ):
+            do_without_graphs(f"not for these experts: {wait}", required=options.required)
             return None
         # Kernels of graphs do not know sequences that are shorter than what they bring.
         windows = [window for window in self.config.pool_windows if window is not None]
         most_each = min(options.most_each, self.max_model_len, *windows)
         return GraphRoom(options.sizes, self.max_model_len, options.required, most_each)
+
+    def _import_fused_experts(self) -> Any | None:
+        """FlashInfer's module of experts, if the user asks for it and the model has any."""
+        if not self._has_experts or self._moe_backend is not MoEBackend.FLASHINFER:
+            return None
+        package = import_flashinfer(self.device, f"--moe-backend {self._moe_backend}")
+        return package.fused_moe
+
+    @property
+    def _has_experts(self) -> bool:
+        """Whether it is a model of ours with experts."""
+        config = self.config
+        return isinstance(config, ModelConfig) and any(one.moe is not None for one in config.layers)
 
     def _make_backends(self, pools: Sequence[KVPool]) -> tuple[Any, ...]:
         """One for each pool: an `AttentionBackend`, or a `PoolAttention`."""
@@ -493,13 +530,17 @@ def _read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConf
         return read_transformers_config(folder)
 
 
-def _refuse_native_options(batch_invariant: bool, kv_dtype: KVDtype) -> None:
+def _refuse_native_options(
+    batch_invariant: bool, kv_dtype: KVDtype, moe_backend: MoEBackend
+) -> None:
     """Refuse options that transformers' model code does not have."""
     code = "transformers' model code (--model-code)"
     if batch_invariant:
         raise UnsupportedOptionError(f"--batch-invariant is not for {code}")
     if kv_dtype is KVDtype.FP8_E4M3:
         raise UnsupportedOptionError(f"--kv-dtype {kv_dtype} is not for {code}")
+    if moe_backend is MoEBackend.FLASHINFER:
+        raise UnsupportedOptionError(f"--moe-backend {moe_backend} is not for {code}")
 
 
 def _is_our_mistake(error: Exception) -> bool:

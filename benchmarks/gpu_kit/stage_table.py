@@ -106,9 +106,10 @@ GROUPS = (
         ),
         _tests(
             "formats",
-            "products and KV in FP8, CUDA graphs, prompts over latents",
+            "products and KV in FP8, CUDA graphs, prompts over latents, grouped experts",
             180,
-            "tests/model_runner/test_gpu_formats.py",
+            *("tests/model_runner/test_gpu_formats.py", "tests/model_runner/test_gpu_experts.py"),
+            *("-k", "not fused"),
             kernels=FIRST,
         ),
     ),
@@ -165,7 +166,7 @@ GROUPS = (
             "experts",
             "six layers of DeepSeek-V2-Lite's size",
             90,
-            *("experts", "--rows", "1,32", "--chunks", "2048"),
+            *("experts", "--rows", "1,32", "--chunks", "2048", "--eager", "1,32"),
         ),
     ),
     (
@@ -176,6 +177,14 @@ GROUPS = (
             *("tests/model_runner/test_gpu.py", "-k"),
             "attention and not (group or latent or beside)",
             kernels=OTHER_HEADS,
+        ),
+    ),
+    (
+        _tests(
+            "experts-more",
+            "FlashInfer's kernel of experts",
+            1200,
+            *("tests/model_runner/test_gpu_experts.py", "-k", "fused"),
         ),
     ),
     (
@@ -205,10 +214,10 @@ SETS = {
         *("attention", "formats", "tokens", "pair"),
     ),
     "speed": ("facts", "speed-1b", "draws", "serve", "speed-8b", "experts"),
-    "more": ("attention-more",),
+    "more": ("attention-more", "experts-more"),
     "all": tuple(STAGES),
 }
-"""Is it right, how fast is it, the other heads."""
+"""Is it right, how fast is it, what compiles for long."""
 
 
 def choose(names: tuple[str, ...]) -> list[list[Stage]]:

@@ -87,6 +87,8 @@ _BLOCK: Final = 20 * TILE
 """The most rows of a block: with up to 2,000 inputs they stay in a second cache of 1 MiB."""
 _TILED_ROWS: Final = 2 * TILE_ROWS
 """The rows of two of the processor's tiles: with a panel's two of outputs, four tiles of sums."""
+SUM_ROWS: Final = 2 * _TILED_ROWS
+"""The rows of sums that a thread needs: those of two such tiles, or fewer."""
 _TILED_BYTES: Final = _TILED_ROWS * PANEL * 4
 """The bytes of the sums of such a tile."""
 _TILED_BLOCK: Final = 10 * _TILED_ROWS
@@ -284,24 +286,46 @@ def multiply(
     0``, and ``inputs % PAIRS == 0`` (in tiles ``inputs % TILE_NUMBERS == 0``). The weights' last
     panel is whole.
     """
-    most, tile = _BLOCK, TILE
-    if unit == Unit.TILES:
-        tile = _TILED_ROWS
-        most = min(_TILED_BLOCK, max(_TILED_BLOCK_BYTES // (2 * inputs * tile), 1) * tile)
-    if unit == Unit.FLOATS:
-        tile = FLOAT_ROWS
-        most = min(_BLOCK, max(_WIDENED_BYTES // (4 * inputs * tile), _FEWEST_TILES) * tile)
-    blocks = (rows + most - 1) // most
-    # Equal blocks of whole tiles; the last one may be shorter.
-    block = (rows + blocks * tile - 1) // (blocks * tile) * tile
+    block = find_block(unit, rows, inputs)
     units = (rows + block - 1) // block * ((outputs + PANEL - 1) // PANEL)
-    share = units
-    if threads > 1:
-        # Of many rows as small as can be, so that all threads end at about the same time.
-        share = 1 if rows > tile else max(1, units // (threads * _SHARES))
+    share = find_share(threads, unit, rows, units)
     product = Product(x, weights, bias, residual, out, rows, inputs // 2, outputs, block, unit)
     args = (np.zeros(1, np.int64), share, threads * share, units, product)
     run_on_team(threads, multiply_remaining, args)
+
+
+@inlined
+def find_tile(unit: int) -> int:
+    """The most rows that this `Unit` multiplies with a panel at once."""
+    if unit == Unit.TILES:
+        return _TILED_ROWS
+    return FLOAT_ROWS if unit == Unit.FLOATS else TILE
+
+
+@inlined
+def find_block(unit: int, rows: int, inputs: int) -> int:
+    """The rows that are computed with one panel after the other.
+
+    Blocks are equal, and of whole tiles; the last one may be shorter.
+    """
+    most, tile = _BLOCK, find_tile(unit)
+    if unit == Unit.TILES:
+        most = min(_TILED_BLOCK, max(_TILED_BLOCK_BYTES // (2 * inputs * tile), 1) * tile)
+    if unit == Unit.FLOATS:
+        most = min(_BLOCK, max(_WIDENED_BYTES // (4 * inputs * tile), _FEWEST_TILES) * tile)
+    blocks = (rows + most - 1) // most
+    return (rows + blocks * tile - 1) // (blocks * tile) * tile
+
+
+@inlined
+def find_share(threads: int, unit: int, rows: int, units: int) -> int:
+    """How many of `units` a thread takes at a time, of products of at most so many rows.
+
+    Of many rows as few as can be, so that all threads end at about the same time.
+    """
+    if threads == 1:
+        return units
+    return 1 if rows > find_tile(unit) else max(1, units // (threads * _SHARES))
 
 
 @team_part
@@ -313,7 +337,7 @@ def multiply_remaining(
     Equally fast threads take turns: a thread's next share begins `stride` units later.
     """
     panels = (product.outputs + PANEL - 1) // PANEL
-    sums = make_lines(2 * _TILED_ROWS, PANEL, np.float32)
+    sums = make_lines(SUM_ROWS, PANEL, np.float32)
     widened_rows = min(product.block, product.rows) if product.unit == Unit.FLOATS else 0
     widened = make_lines(widened_rows, 2 * product.pairs, np.float32)
     widened_from = -1
@@ -324,18 +348,35 @@ def multiply_remaining(
             following = unit + 1 if unit + 1 < end else begin + stride
             asked = following % panels if following < units else panels
             first, panel = unit // panels * product.block, unit % panels
-            if product.unit == Unit.TILES:
-                multiply_in_tiles(product, first, panel, asked, sums)
-            elif product.unit == Unit.PAIRS:
-                multiply_block(product, first, panel, asked, sums)
-            else:
-                if first != widened_from:
-                    widen_block(product, first, address_of(widened))
-                    widened_from = first
-                multiply_floats(product, first, panel, asked, address_of(widened), sums)
+            is_widened, widened_from = first == widened_from, first
+            multiply_panel(product, first, panel, asked, is_widened, widened, sums)
         begin = take(counter, share)
     if product.unit == Unit.TILES:
         drop_tiles()
+
+
+@inlined
+def multiply_panel(
+    product: Product,
+    first: int,
+    panel: int,
+    following: int,
+    is_widened: bool,
+    widened: Array,
+    sums: Array,
+) -> None:
+    """Multiply a panel with a block of rows, by the product's unit: as `multiply_block`.
+
+    Inputs of the block are in `widened` already, or are put there if they must be wide.
+    """
+    if product.unit == Unit.TILES:
+        multiply_in_tiles(product, first, panel, following, sums)
+    elif product.unit == Unit.PAIRS:
+        multiply_block(product, first, panel, following, sums)
+    else:
+        if not is_widened:
+            widen_block(product, first, address_of(widened))
+        multiply_floats(product, first, panel, following, address_of(widened), sums)
 
 
 @inlined

@@ -16,14 +16,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvrelay.cpu_kernels.arrays import Array
-from kvrelay.cpu_kernels.jit import array_at, exact, kernel, team_part
+from kvrelay.cpu_kernels.jit import array_at, exact, inlined, kernel, team_part
 from kvrelay.cpu_kernels.lanes import LINE_BYTES
 from kvrelay.cpu_kernels.pair_memory import address_of, make_lines
 from kvrelay.cpu_kernels.products.product import PANEL
 from kvrelay.cpu_kernels.products.product_floats import FLOAT_ROWS, WHOLE_ROWS, sum_float32
 from kvrelay.cpu_kernels.team import run_on_team, take
 
-_BLOCK: Final = 8 * FLOAT_ROWS
+BLOCK: Final = 8 * FLOAT_ROWS
 """Rows that are multiplied with one panel after the other."""
 
 
@@ -58,7 +58,7 @@ def multiply_float32(
     ``rows >= 1`` and ``inputs % PAIRS == 0``. The weights' last panel is whole.
     """
     panels = (outputs + PANEL - 1) // PANEL
-    units = (rows + _BLOCK - 1) // _BLOCK * panels
+    units = (rows + BLOCK - 1) // BLOCK * panels
     product = FloatProduct(x, weights, bias, residual, out, rows, inputs, outputs)
     run_on_team(threads, multiply_units, (np.zeros(1, np.int64), units, product))
 
@@ -70,16 +70,22 @@ def multiply_units(counter: Array, units: int, product: FloatProduct) -> None:
     sums = make_lines(FLOAT_ROWS, PANEL, np.float32)
     unit = take(counter, 1)
     while unit < units:
-        panel, first = unit % panels, unit // panels * _BLOCK
-        weights = product.weights + panel * product.inputs * PANEL * 4
-        end = min(first + _BLOCK, product.rows)
-        for row in range(first, end, FLOAT_ROWS):
-            count, x = min(FLOAT_ROWS, end - row), product.x + row * product.inputs * 4
-            for half in range(1 if count <= WHOLE_ROWS else 2):
-                side, to = half * LINE_BYTES, address_of(sums)
-                sum_float32(count, x, product.inputs // 2, weights + side, to + side)
-            write_sums(product, row, count, panel, sums)
+        panel, first = unit % panels, unit // panels * BLOCK
+        multiply_float_panel(product, first, panel, sums)
         unit = take(counter, 1)
+
+
+@inlined
+def multiply_float_panel(product: FloatProduct, first: int, panel: int, sums: Array) -> None:
+    """Multiply a panel with the block of rows from `first` on."""
+    weights = product.weights + panel * product.inputs * PANEL * 4
+    end = min(first + BLOCK, product.rows)
+    for row in range(first, end, FLOAT_ROWS):
+        count, x = min(FLOAT_ROWS, end - row), product.x + row * product.inputs * 4
+        for half in range(1 if count <= WHOLE_ROWS else 2):
+            side, to = half * LINE_BYTES, address_of(sums)
+            sum_float32(count, x, product.inputs // 2, weights + side, to + side)
+        write_sums(product, row, count, panel, sums)
 
 
 @exact

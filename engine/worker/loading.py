@@ -98,6 +98,7 @@ def _load(
         batch_invariant=config.batch_invariant,
         model_code=config.model_code,
         cpu_kernels=config.cpu_kernels,
+        moe_backend=config.moe_backend,
         attention=config.attention,
         attention_splits=config.attention_splits,
         kv_dtype=config.kv_dtype,

@@ -169,19 +169,17 @@ def expands(heads: ExpandedHeads) -> bool:
     return (heads.key_dim, heads.value_dim) in EXPANDED_DIMS
 
 
-def import_flashinfer(device: torch.device) -> Any:
-    """Import and return the flashinfer package.
+def import_flashinfer(device: torch.device, option: str = "--attention flashinfer") -> Any:
+    """Import and return the flashinfer package, for an `option` that errors name.
 
     Raises:
         UnsupportedOptionError: it is not installed, it cannot compile its kernels, or `device` is
             no GPU that it supports.
     """
     if device.type != "cuda":
-        raise UnsupportedOptionError(
-            f"--attention flashinfer needs a CUDA device, not {device.type}"
-        )
+        raise UnsupportedOptionError(f"{option} needs a CUDA device, not {device.type}")
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        raise UnsupportedOptionError("--attention flashinfer needs a GPU of sm_80 or later")
+        raise UnsupportedOptionError(f"{option} needs a GPU of sm_80 or later")
     offer_own_ninja()
     link_lazily()
     try:
@@ -189,11 +187,10 @@ def import_flashinfer(device: torch.device) -> Any:
     # RuntimeError: packages of compiled kernels that are of another version.
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedOptionError(
-            f"--attention flashinfer: the package is not usable here ({error}): "
-            "pip install 'kvrelay[cuda]'"
+            f"{option}: the package is not usable here ({error}): pip install 'kvrelay[cuda]'"
         ) from error
     if lack := compiler_lacks():
-        raise UnsupportedOptionError(f"--attention flashinfer cannot compile its kernels: {lack}")
+        raise UnsupportedOptionError(f"{option} cannot compile its kernels: {lack}")
     return package
 
 

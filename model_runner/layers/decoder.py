@@ -14,6 +14,7 @@ from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.layers.elementwise import Elementwise, Rotation
+from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory
 from kvrelay.model_runner.layers.feed_forward import make_feed_forward
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.linear import LinearFactory
@@ -86,13 +87,14 @@ class Decoder:
         device: torch.device,
         linears: LinearFactory,
         elementwise: Elementwise,
+        experts: ExpertFactory,
         threads: KernelThreads,
     ) -> None:
         self._config = config
         self._threads = threads
         self._device = device
         self._elementwise = elementwise
-        loader = WeightLoader(config, checkpoint, elementwise, linears)
+        loader = WeightLoader(config, checkpoint, elementwise, linears, experts)
         self._rotaries = {
             layer.rope: RotaryEmbedding(
                 layer.rope, config.attention.rotary_dim, device, elementwise

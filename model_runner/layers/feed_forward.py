@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from kvrelay.model_runner.config.model_config import Activation, MoEConfig
+from kvrelay.model_runner.layers.expert_router import ExpertRouter
+from kvrelay.model_runner.layers.experts.expert_weights import ExpertWeights
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.loader import WeightLoader
 
@@ -49,8 +51,8 @@ class DenseFeedForward:
         return self._down.add_to(residual, self._gate(x))
 
 
-class Expert:
-    """A small feed-forward for the tokens that are sent to it."""
+class SharedExpert:
+    """A small feed-forward beside the routed experts, which every token goes to."""
 
     def __init__(self, loader: WeightLoader, prefix: str, inner: int) -> None:
         self._gate = GatedLinear(loader, prefix, inner)
@@ -64,28 +66,36 @@ class Expert:
 class MoEFeedForward:
     """A mixture of experts: each token goes to some, and to one that all tokens share.
 
-    DeepSeekMoE (arXiv 2401.06066); the experts run one after the other.
+    DeepSeekMoE (arXiv 2401.06066).
     """
 
     def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
         self._adds_in_norms = loader.elementwise.adds_in_norms
         self._router = ExpertRouter(loader, experts, f"{prefix}.gate")
-        self._experts = [
-            Expert(loader, f"{prefix}.experts.{index}", experts.moe_intermediate_size)
-            for index in range(experts.n_routed_experts)
-        ]
-        self._shared = Expert(loader, f"{prefix}.shared_experts", experts.shared_intermediate_size)
+        self._experts = loader.experts.make(
+            _read_experts(loader, experts, f"{prefix}.experts"),
+            experts.n_routed_experts,
+            loader.config.activation,
+        )
+        inner = experts.shared_intermediate_size
+        self._shared = SharedExpert(loader, f"{prefix}.shared_experts", inner)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""
-        chosen, weights = self._router(x)
-        total = torch.zeros_like(x)
-        for index in torch.unique(chosen).tolist():
-            rows, ranks = torch.where(chosen == index)
-            result = self._experts[index](x[rows]) * weights[rows, ranks, None]
-            total.index_add_(0, rows, result.to(x.dtype))
-        addend = total + self._shared(x)
+        addend = self._experts(x, *self._router(x)) + self._shared(x)
         return Hidden(residual, addend) if self._adds_in_norms else Hidden(residual + addend)
+
+
+def _read_experts(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:
+    """Read the weights of routed experts, each when it is asked for."""
+    hidden, inner = loader.config.hidden_size, experts.moe_intermediate_size
+    halves = {"gate_proj": inner, "up_proj": inner}
+    for index in range(experts.n_routed_experts):
+        name = f"{prefix}.{index}"
+        yield ExpertWeights(
+            loader.stacked_weight(name, halves, hidden),
+            loader.stacked_weight(name, {"down_proj": hidden}, inner),
+        )
 
 
 def make_feed_forward(
@@ -95,50 +105,3 @@ def make_feed_forward(
     if experts is None:
         return DenseFeedForward(loader, prefix, norm)
     return MoEFeedForward(loader, experts, prefix)
-
-
-class ExpertRouter:
-    """DeepSeek's choice of experts, in float32.
-
-    V2 (arXiv 2405.04434) chooses by the softmax; a group is as good as its best expert. V3 (arXiv
-    2412.19437) chooses by sigmoids plus a bias. The bias balances the load, and is no part of the
-    weights. A group is as good as its two best experts.
-    """
-
-    def __init__(self, loader: WeightLoader, experts: MoEConfig, prefix: str) -> None:
-        shape = (experts.n_routed_experts, loader.config.hidden_size)
-        self._experts = experts
-        self._elementwise = loader.elementwise
-        weight = loader.checkpoint.take(f"{prefix}.weight", shape)
-        self._linear = loader.linears.make(weight.to(torch.float32))
-        self._score_correction_bias = None
-        if experts.noaux_tc:
-            name = f"{prefix}.e_score_correction_bias"
-            self._score_correction_bias = loader.checkpoint.take(
-                name, (experts.n_routed_experts,), torch.float32
-            )
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, hidden_size]`` to experts and weights, both ``[T, num_experts_per_tok]``."""
-        logits = self._linear(x.to(torch.float32))
-        if self._score_correction_bias is None:
-            scores = preference = self._elementwise.softmax(logits)
-        else:
-            scores = self._elementwise.sigmoid(logits)
-            preference = scores + self._score_correction_bias
-        chosen = self._mask_other_groups(preference).topk(self._experts.num_experts_per_tok).indices
-        weights = scores.gather(1, chosen)
-        if self._experts.norm_topk_prob:
-            weights = weights / (self._elementwise.sum_rows(weights) + 1e-20)
-        return chosen, weights * self._experts.routed_scaling_factor
-
-    def _mask_other_groups(self, preference: torch.Tensor) -> torch.Tensor:
-        """`preference` with -inf for experts of groups that the token does not go to."""
-        experts = self._experts
-        if experts.topk_group == experts.n_group:
-            return preference
-        grouped = preference.view(len(preference), experts.n_group, -1)
-        best = reduce(torch.add, grouped.topk(2 if experts.noaux_tc else 1).values.unbind(-1))
-        kept = best.topk(experts.topk_group).indices
-        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
-        return grouped.masked_fill(left_out[:, :, None], -torch.inf).flatten(1)

@@ -55,7 +55,7 @@ class WeightMemory:
 
 logger = logging.getLogger(__name__)
 
-_SHARED_WEIGHTS = 1 << 16
+SHARED_WEIGHTS: Final = 1 << 16
 """Fewer are one thread's work: to begin with others takes as long as to multiply."""
 
 
@@ -112,7 +112,7 @@ class PanelLinear:
         threads: KernelThreads | None = None,
     ) -> None:
         self._outputs, self._inputs = weight.shape
-        self._unit = _find_unit(self._inputs)
+        self._unit = find_unit(self._inputs)
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
         self._threads = _threads_for(weight, threads)
@@ -155,7 +155,7 @@ class PanelLinear:
 
 def _threads_for(weight: torch.Tensor, threads: KernelThreads | None) -> KernelThreads:
     """The threads that multiply with this weight; None: as many as torch has now."""
-    few_weights = weight.numel() < _SHARED_WEIGHTS
+    few_weights = weight.numel() < SHARED_WEIGHTS
     return KernelThreads(1) if few_weights else threads or KernelThreads()
 
 
@@ -165,7 +165,7 @@ def _fills_vectors(weight: torch.Tensor) -> bool:
     return inputs > 0 and inputs % PAIRS == 0 and outputs % LANES == 0
 
 
-def _find_unit(inputs: int) -> int:
+def find_unit(inputs: int) -> int:
     """The fastest `Unit` of this processor for so many inputs."""
     if not has_bfloat16_products():
         return int(Unit.FLOATS)
@@ -181,11 +181,21 @@ def _torch_multiplies_bfloat16() -> bool:
     )
 
 
+def as_panels(weight: torch.Tensor) -> torch.Tensor:
+    """``[out, in]`` as ``[panels, in / 2, PANEL, 2]``, in float32 ``[panels, in, PANEL]``.
+
+    Outputs that the last panel lacks are 0. Numbers are not yet in the order of memory.
+    """
+    padded = _pad(weight, -len(weight) % PANEL, 0)
+    if weight.dtype is torch.float32:
+        return padded.view(-1, PANEL, weight.shape[1]).transpose(1, 2)
+    return padded.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2)
+
+
 def _pack_panels(weight: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
-    """``[out, in]`` to ``[panels, in / 2, PANEL, 2]``; outputs that the last one lacks are 0."""
-    pairs = _pad(weight, -len(weight) % PANEL, 0).view(-1, PANEL, weight.shape[1] // 2, 2)
-    pairs = pairs.transpose(1, 2)
-    return memory.take(pairs.shape, weight.dtype).copy_(pairs)
+    """Copy a weight to `as_panels` in `memory`."""
+    panels = as_panels(weight)
+    return memory.take(panels.shape, weight.dtype).copy_(panels)
 
 
 class FloatLinear:
@@ -202,9 +212,7 @@ class FloatLinear:
         threads: KernelThreads | None = None,
     ) -> None:
         self._outputs, self._inputs = weight.shape
-        panels = _pad(weight, -self._outputs % PANEL, 0).view(-1, PANEL, self._inputs)
-        panels = panels.transpose(1, 2)
-        self._weight = memory.take(panels.shape, weight.dtype).copy_(panels)
+        self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
         self._threads = _threads_for(weight, threads)
 
@@ -356,7 +364,8 @@ class LinearFactory:
         threads: KernelThreads | None = None,
         cpu_kernels: str = "auto",
     ) -> None:
-        self._batch_invariant = batch_invariant
+        self.batch_invariant = batch_invariant
+        """Whether a row's result must not depend on the rows beside it."""
         self._threads = threads
         self._wanted = cpu_kernels
         self._choice = ProductChoice((threads or KernelThreads()).own)
@@ -366,7 +375,7 @@ class LinearFactory:
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """The product with ``weight [out, in]`` and ``bias [out]``."""
-        if self._batch_invariant:
+        if self.batch_invariant:
             check_invariant("a product", weight.dtype, weight.device)
             self._weights[True] += weight.numel()
             if _fills_vectors(weight):
@@ -380,6 +389,15 @@ class LinearFactory:
             way = self._choice.find((outputs, inputs), self._find_ways(weight, WeightMemory()))
         self._weights[way is ProductWay.OWN] += weight.numel()
         return PlainLinear(weight, bias) if way is None else ways[way](weight, bias)
+
+    @property
+    def prefers_own(self) -> bool:
+        """Whether kernels of ours may multiply bfloat16 where there are such."""
+        return self._wanted in ("auto", ProductWay.OWN)
+
+    def count_own(self, weights: int) -> None:
+        """Count `weights` that other kernels of ours multiply with."""
+        self._weights[True] += weights
 
     @property
     def ways(self) -> Mapping[str, str]:
@@ -411,7 +429,7 @@ class LinearFactory:
         """
         lack = fp8_products_lack(weight, dtype)
         if lack is None:
-            if self._batch_invariant:
+            if self.batch_invariant:
                 check_invariant("a product", weight.values.dtype, weight.values.device)
             kind = BlockScaledLinear if weight.blocks else RowScaledLinear
             return kind(weight, bias)
@@ -422,7 +440,7 @@ class LinearFactory:
 
     def make_headwise(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product ``[T, heads, in]`` to ``[T, heads, out]``, ``weight [heads, in, out]``."""
-        if self._batch_invariant:
+        if self.batch_invariant:
             return SeparateHeads([self.make(head.t().contiguous()) for head in weight])
         return HeadwiseLinear(weight)
 

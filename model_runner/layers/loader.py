@@ -12,6 +12,7 @@ from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.config.fp8_weights import BLOCK, Fp8Weights, ScaleShape
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.layers.elementwise import Elementwise, NormWeight
+from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory
 from kvrelay.model_runner.layers.fp8_weight import FP8, Fp8Weight
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.linear import Linear, LinearFactory
@@ -76,11 +77,13 @@ class WeightLoader:
         checkpoint: Checkpoint,
         elementwise: Elementwise,
         linears: LinearFactory,
+        experts: ExpertFactory,
     ) -> None:
         self.config = config
         self.checkpoint = checkpoint
         self.elementwise = elementwise
         self.linears = linears
+        self.experts = experts
         scheme = config.fp8_weights
         self._fp8 = None if scheme is None else Fp8Reader(checkpoint, scheme)
 
@@ -106,17 +109,29 @@ class WeightLoader:
 
         With an `order`, output ``i`` is the checkpoint's ``order[i]``.
         """
-        names = {f"{prefix}.{name}": outputs for name, outputs in parts.items()}
-        bias = self._take_stacked(names, "bias", ()) if has_bias else None
+        weight = self.stacked_weight(prefix, parts, inputs)
+        bias = self.stacked_bias(prefix, parts) if has_bias else None
         if bias is not None:
             bias = _ordered(bias, order)
+        if not isinstance(weight, Fp8Weight):
+            return self.linears.make(_ordered(weight, order), bias)
+        if order is None or weight.keeps_scales(order):
+            weight = weight if order is None else weight.reorder(order)
+            return self.linears.make_fp8(weight, bias, self.checkpoint.dtype)
+        return self.linears.make(_ordered(weight.dequantize(self.checkpoint.dtype), order), bias)
+
+    def stacked_weight(
+        self, prefix: str, parts: dict[str, int], inputs: int
+    ) -> torch.Tensor | Fp8Weight:
+        """The weights of several products, one below the other; arguments are those of `linear`."""
+        names = _join(prefix, parts)
         if self._fp8 is None or not self._fp8.stacks(names):
-            return self.linears.make(_ordered(self._take_plain(names, inputs), order), bias)
-        fp8 = self._fp8.take(names, inputs)
-        if order is None or fp8.keeps_scales(order):
-            fp8 = fp8 if order is None else fp8.reorder(order)
-            return self.linears.make_fp8(fp8, bias, self.checkpoint.dtype)
-        return self.linears.make(_ordered(fp8.dequantize(self.checkpoint.dtype), order), bias)
+            return self._take_plain(names, inputs)
+        return self._fp8.take(names, inputs)
+
+    def stacked_bias(self, prefix: str, parts: dict[str, int]) -> torch.Tensor:
+        """The biases of several products, one behind the other."""
+        return self._take_stacked(_join(prefix, parts), "bias", ())
 
     def weight(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """The weight of the product `name`, ``[out, in]`` in the model's dtype."""
@@ -153,6 +168,10 @@ class WeightLoader:
     ) -> torch.Tensor:
         parts = {f"{name}.{kind}": outputs for name, outputs in names.items()}
         return self.checkpoint.take_stacked(parts, inner)
+
+
+def _join(prefix: str, parts: dict[str, int]) -> dict[str, int]:
+    return {f"{prefix}.{name}": outputs for name, outputs in parts.items()}
 
 
 def _ordered(rows: torch.Tensor, order: Int64Array | None) -> torch.Tensor:

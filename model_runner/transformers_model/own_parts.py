@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -11,12 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from kvrelay.model_runner.config.model_config import Activation
 from kvrelay.model_runner.layers.elementwise import (
     Elementwise,
     NormWeight,
     TorchElementwise,
     rms_norm,
 )
+from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory
+from kvrelay.model_runner.layers.experts.expert_weights import ExpertWeights, RoutedExperts
 from kvrelay.model_runner.layers.linear import Linear, LinearFactory
 
 _GATED: Final = ("gate_proj", "up_proj")
@@ -131,6 +135,21 @@ class OwnGatedProduct(nn.Module):
         return self._down(self._activate(self._gate_up(rows))).view(x.shape)
 
 
+class OwnExperts(nn.Module):
+    """Routed experts of ours in place of a model's."""
+
+    def __init__(self, experts: RoutedExperts, count: int) -> None:
+        super().__init__()
+        self._experts = experts
+        self.num_experts = count
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]``: the sum of each token's experts, by their ``shares [T, each]``."""
+        if not x.numel():
+            return torch.empty_like(x)
+        return self._experts(x.contiguous(), chosen, shares.to(torch.float32))
+
+
 class OwnNorm(nn.Module):
     """A root mean square norm of ours where a model has one."""
 
@@ -153,15 +172,27 @@ class OwnNorm(nn.Module):
         return self._elementwise.rms_norm(rows, self._weight, self._eps).view(x.shape)
 
 
-def install_parts(model: nn.Module, linears: LinearFactory, elementwise: Elementwise) -> None:
-    """Replace products, norms and gated feed-forwards of a loaded model by ours.
+@dataclass(frozen=True, slots=True)
+class OwnParts:
+    """The makers of the parts of ours."""
 
-    Its products were watched while its own forward ran. Norms and feed-forwards are replaced if
-    they compute what ours do. Each weight is dropped once it is replaced.
+    linears: LinearFactory
+    elementwise: Elementwise
+    experts: ExpertFactory
+
+
+def install_parts(model: nn.Module, parts: OwnParts) -> None:
+    """Replace products, norms, gated feed-forwards and experts of a loaded model by ours.
+
+    Its products were watched while its own forward ran. Norms, feed-forwards and experts are
+    replaced if they compute what ours do. Each weight is dropped once it is replaced.
     """
+    linears, elementwise = parts.linears, parts.elementwise
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             own: nn.Module | None = _own_gated_product(child, linears, elementwise)
+            if own is None:
+                own = _own_experts(child, parts.experts)
             if own is None and type(elementwise) is not TorchElementwise:
                 own = _own_norm(child, elementwise)
             if own is not None:
@@ -172,6 +203,41 @@ def install_parts(model: nn.Module, linears: LinearFactory, elementwise: Element
         for name, child in list(parent.named_children()):
             if isinstance(child, WatchedLinear) and not child.is_read:
                 setattr(parent, name, OwnLinear(child, _make(linears, child)))
+
+
+def _own_experts(module: Any, factory: ExpertFactory) -> OwnExperts | None:
+    """Our experts in place of a module's, if its weights and gates are as ours; None: they are not.
+
+    transformers' experts say of themselves how their weights lie.
+    """
+    if not hasattr(module, "is_concatenated"):
+        return None
+    weights = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    is_ours = module.has_gate and module.is_concatenated and not module.is_transposed
+    is_more = module.has_bias or module.has_post_expert_norm
+    activation = _find_activation(module)
+    if not is_ours or is_more or activation is None or not all(map(torch.is_tensor, weights)):
+        return None
+    gate_up, down = weights
+    if getattr(module, "num_experts", None) != len(gate_up):  # it may send tokens to none
+        return None
+    each = (ExpertWeights(one, other) for one, other in zip(gate_up, down, strict=True))
+    return OwnExperts(factory.make(each, len(gate_up), activation), len(gate_up))
+
+
+def _find_activation(module: Any) -> Activation | None:
+    """The activation of a module's gates, found by what it makes of numbers; None: another."""
+    sample = torch.linspace(-4, 4, 16).view(1, -1)
+    gate, up = sample.chunk(2, dim=-1)
+    try:
+        expected = module._apply_gate(sample)
+    except (AttributeError, RuntimeError, TypeError):  # of other weights than these
+        return None
+    ways = {
+        Activation.SILU: functional.silu(gate) * up,
+        Activation.GELU_TANH: functional.gelu(gate, approximate="tanh") * up,
+    }
+    return next((one for one, made in ways.items() if torch.equal(made, expected)), None)
 
 
 def _make(linears: LinearFactory, *parts: WatchedLinear) -> Linear:

@@ -23,11 +23,13 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.config.pool_layers import PoolLayers
-from kvrelay.model_runner.layers.elementwise import Elementwise
-from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.transformers_model.attention_interface import plain_attention
 from kvrelay.model_runner.transformers_model.configuration import TransformersConfig, describe
-from kvrelay.model_runner.transformers_model.own_parts import install_parts, watch_products
+from kvrelay.model_runner.transformers_model.own_parts import (
+    OwnParts,
+    install_parts,
+    watch_products,
+)
 from kvrelay.model_runner.transformers_model.paged_attention import LayoutAttention, PoolAttention
 from kvrelay.model_runner.transformers_model.refusals import ModelCodeError, refusing
 from kvrelay.model_runner.transformers_model.small_model import make_small_model, shrink
@@ -69,8 +71,7 @@ def load_proven(
     dtype: torch.dtype,
     device: torch.device,
     attention: LayoutAttention,
-    linears: LinearFactory,
-    elementwise: Elementwise,
+    parts: OwnParts,
     threads: KernelThreads,
     on_read: Callable[[int], None],
 ) -> tuple[TransformersDecoder, str]:
@@ -81,8 +82,7 @@ def load_proven(
         dtype: the dtype that it computes in.
         device: the device that it computes on.
         attention: over the pools of its layout.
-        linears: makes its products.
-        elementwise: computes its norms.
+        parts: makes what is ours in it.
         threads: the threads of our kernels.
         on_read: called with the size of each tensor that was read, in bytes.
 
@@ -99,7 +99,7 @@ def load_proven(
         texts = _make_texts(LOADED.lengths, config.vocab_size)
         watch_products(model)
         expected = [plain_logits(model, text) for text in texts]
-        install_parts(model, linears, elementwise)
+        install_parts(model, parts)
         decoder = TransformersDecoder(model, config.layout, threads)
         paged = _PagedRun(decoder, attention, config.layout.pools, dtype, device)
         _check_loaded(paged.run(texts, LOADED), expected, dtype)

@@ -154,7 +154,7 @@ def test_what_did_not_pass_is_named_to_be_run_again(tmp_path: Path) -> None:
 
 def test_stages_are_chosen_by_name_or_set_and_keep_their_order() -> None:
     chosen = [[one.name for one in group] for group in choose(("pair", "more", "sampling"))]
-    assert chosen == [["sampling"], ["pair"], ["attention-more"]]
+    assert chosen == [["sampling"], ["pair"], ["attention-more"], ["experts-more"]]
     assert {one for names in SETS.values() for one in names} == set(STAGES)
 
 

@@ -110,6 +110,7 @@ EVERYTHING: dict[str, Any] = {
     "model_code": "transformers",
     "batch_invariant": True,
     "cpu_kernels": "own",
+    "moe_backend": "torch",
     "attention": "cpu",
     "attention_splits": "none",
     "kv_dtype": "fp8_e4m3",

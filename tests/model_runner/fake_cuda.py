@@ -26,7 +26,7 @@ from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer
 from kvrelay.model_runner.checkpoint import checkpoint as checkpoint_module
 from kvrelay.model_runner.checkpoint.digest import WeightsDigest
-from kvrelay.model_runner.layers import feed_forward
+from kvrelay.model_runner.layers.experts import sliced_experts
 
 DEVICE = torch.device("cuda", 0)
 _GUARD = """
@@ -67,15 +67,10 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(FlashInfer, name, _to_host)
     # Fake tensors know no inference mode, and ask torch itself whether it is on.
     patch.setattr(runner_module, "torch", _torch_but(inference_mode=torch.no_grad))
-    # Which experts the tokens chose, and how many tokens one, is not known: the first, and 3.
-    chosen = _torch_but(unique=lambda _: np.arange(1), where=_some_rows)
-    patch.setattr(feed_forward, "torch", chosen)
+    # Which experts the tokens chose is not known: the first one all.
+    patch.setattr(sliced_experts, "count_rows", lambda chosen, _: [chosen.numel()])
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
-
-
-def _some_rows(condition: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.ones(3, dtype=torch.int64, device=condition.device) for _ in condition.shape)
 
 
 def _torch_but(**others: object) -> SimpleNamespace:

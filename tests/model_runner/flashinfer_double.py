@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.known import known
-from tests.model_runner import flashinfer_elementwise_double
+from tests.model_runner import flashinfer_elementwise_double, fused_moe_double
 from tests.model_runner.graph_double import Recording, kernel, launched
 
 HOST = torch.device("cpu")
@@ -665,6 +665,7 @@ PACKAGE = SimpleNamespace(
     BatchDecodeWithPagedKVCacheWrapper=Decode,
     fast_decode_plan=fast_decode_plan,
     BatchPrefillWithRaggedKVCacheWrapper=Ragged,
+    fused_moe=fused_moe_double.PACKAGE,
     mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=Latent, MLAPlanMetadata=Metadata),
     **vars(flashinfer_elementwise_double.PACKAGE),
 )

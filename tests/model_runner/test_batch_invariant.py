@@ -63,9 +63,9 @@ MOVES = {
     "zeros_like",
 }
 """Operators that copy, or round to another dtype."""
-ROUNDED_ONCE = {"add", "div", "index_add_", "mul"}
-"""Of two numbers each. An expert's rows are different tokens'."""
-CHOICES = {"_unique2", "eq", "gather", "masked_fill", "scatter_", "topk", "where"}
+ROUNDED_ONCE = {"add", "div", "mul"}
+"""Of two numbers each."""
+CHOICES = {"gather", "masked_fill", "scatter_", "topk"}
 """Of experts, by numbers of the token alone."""
 
 

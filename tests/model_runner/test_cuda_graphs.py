@@ -21,6 +21,7 @@ from kvrelay.model_runner.attention.fp8_pages import FP8
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphShape, GraphSizes
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.draft_model import DraftModel, DraftRequest, count_dummy_pages
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.graphs import padding
@@ -73,6 +74,7 @@ def make_running(
     kv_dtype: KVDtype = KVDtype.AUTO,
     splits: AttentionSplits = AttentionSplits.BATCH,
     graphs: GraphOptions = GRAPHS,
+    moe_backend: MoEBackend = MoEBackend.TORCH,
 ) -> tuple[Sequences, Captures]:
     """Five sequences, and the graphs of 4, 2 and 1."""
     captures = Captures()
@@ -85,6 +87,7 @@ def make_running(
         graphs=graphs,
         capture=captures,
         attention_splits=splits,
+        moe_backend=moe_backend,
     )
     running = Sequences(runner, 5, 60, order=order)
     runner.warm_up()
@@ -157,8 +160,8 @@ def changed_pages(pool: KVPool, old: torch.Tensor) -> set[int]:
     return set(differs.any(1).nonzero().flatten().tolist())
 
 
-@few(5)
-@pytest.mark.parametrize("name", OFTEN)
+@few(6)
+@pytest.mark.parametrize("name", [*OFTEN, *EXPERTS])
 def test_every_model_by_graphs(name: str, models: Models, tokens: list[int]) -> None:
     running, captures = make_running(models, name)
     before = clear_dummy_pages(running)
@@ -360,7 +363,7 @@ WANTED = replace(GRAPHS, required=False)
 
 @pytest.mark.parametrize(
     ("name", "attention", "said"),
-    [(EXPERTS[0], "flashinfer", "not for models with experts"), ("llama", "torch", "not torch")],
+    [(EXPERTS[0], "flashinfer", "not for these experts"), ("llama", "torch", "not torch")],
 )
 def test_a_model_that_can_have_no_graphs_runs_without(
     name: str,
@@ -532,18 +535,6 @@ def test_longer_sequences_than_there_is_room_for(models: Models, tokens: list[in
     got = running.forward({0: tokens[11:12]})
     assert_close(got, models.logits("llama", tokens[:12])[-1:])
     assert captures.graphs[-1].replays == 1
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_models_with_experts_are_refused(name: str, models: Models) -> None:
-    with pytest.raises(UnsupportedOptionError, match="--cuda-graphs decode: not for models with"):
-        ModelRunner(
-            models.folder(name),
-            "float32",
-            "cpu",
-            attention=AttentionChoice.FLASHINFER,
-            graphs=GRAPHS,
-        )
 
 
 @pytest.mark.parametrize("attention", ["cpu", "torch", "auto"])

@@ -19,11 +19,14 @@ from kvrelay.model_runner.attention.flashinfer_attention import FlashInfer, Flas
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
+from kvrelay.model_runner.config.moe_backend import MoEBackend
+from kvrelay.model_runner.layers.feed_forward import MoEFeedForward
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda
+from tests.model_runner.fp8_models import FORMATS, write_fp8
 from tests.model_runner.sequences import Sequences
-from tests.model_runner.test_decoder import OFTEN
+from tests.model_runner.test_decoder import EXPERTS, OFTEN
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
 from tests.pairwise import few
@@ -70,7 +73,11 @@ class CheckedCapture:
 
 
 def make_running(
-    folder: Path, kv_dtype: KVDtype, capture: CheckedCapture, most_each: int = 1
+    folder: Path,
+    kv_dtype: KVDtype,
+    capture: CheckedCapture,
+    most_each: int = 1,
+    moe_backend: MoEBackend = MoEBackend.AUTO,
 ) -> Sequences:
     """Three sequences, and the graphs of 4 and 1."""
     runner = ModelRunner(
@@ -81,6 +88,7 @@ def make_running(
         kv_dtype=kv_dtype,
         graphs=GraphOptions(GraphSizes((1, 4)), page_size=3, most_each=most_each),
         capture=capture,
+        moe_backend=moe_backend,
     )
     running = Sequences(runner, 3, 60)
     runner.warm_up()
@@ -88,10 +96,15 @@ def make_running(
     return running
 
 
-def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO) -> list[int]:
+def run_graphs(
+    folder: Path,
+    tokens: list[int],
+    kv_dtype: KVDtype = KVDtype.AUTO,
+    moe_backend: MoEBackend = MoEBackend.AUTO,
+) -> list[int]:
     """Two sequences by the graphs of four; how often each graph was launched."""
     capture = CheckedCapture()
-    running = make_running(folder, kv_dtype, capture, most_each=3)
+    running = make_running(folder, kv_dtype, capture, 3, moe_backend)
     running.forward({0: tokens[:9], 1: tokens[:3]})
     for step, drafts in enumerate([0, 0, 2]):
         new: dict[int, Sequence[int]] = {
@@ -107,16 +120,54 @@ def run_graphs(folder: Path, tokens: list[int], kv_dtype: KVDtype = KVDtype.AUTO
     return [one.count for one in capture.made]
 
 
-@few(5)
-@pytest.mark.parametrize("name", OFTEN)
+@few(6)
+@pytest.mark.parametrize("name", [*OFTEN, *EXPERTS])
 def test_every_model_is_captured_without_the_host(
     name: str, models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = models.folder(name)
     use_double(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with fake_cuda(monkeypatch):
         # Of four with drafts, four, one with drafts, one.
         assert run_graphs(folder, tokens) == [1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("form", [None, "fp8-block"])
+def test_experts_by_flashinfer(
+    form: str | None,
+    models: Models,
+    tokens: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = models.folder("deepseek-v3-experts")
+    if form is not None:
+        folder, _ = write_fp8(folder, FORMATS[form], tmp_path)
+    use_double(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with fake_cuda(monkeypatch):
+        counts = run_graphs(folder, tokens, moe_backend=MoEBackend.FLASHINFER)
+    assert counts == [1, 2, 0, 1]
+
+
+def test_experts_take_as_many_launches_for_any_number_of_tokens(
+    models: Models, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of a layer's ten is an expert's own, and nothing comes from the host."""
+    folder = models.folder("deepseek-v3-experts")
+    use_double(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with fake_cuda(monkeypatch):
+        runner = make_running(folder, KVDtype.AUTO, CheckedCapture())._runner
+        mixture = runner._decoder._layers[-1]._feed_forward
+        assert isinstance(mixture, MoEFeedForward)
+        for count in (1, 40):
+            x = torch.empty(count, 64, dtype=torch.bfloat16, device=DEVICE)
+            chosen = torch.zeros(count, 3, dtype=torch.int64, device=DEVICE)
+            with OnDevice(), Traffic() as traffic:
+                mixture._experts(x, chosen, torch.empty(count, 3, device=DEVICE))
+            assert (traffic.copies, traffic.launches) == (0, 10)
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])

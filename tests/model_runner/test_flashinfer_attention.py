@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvrelay.mem_cache.geometry import KVGeometry, PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner import runner as runner_module
 from kvrelay.model_runner.attention import backend as backend_module
 from kvrelay.model_runner.attention import flashinfer_append, flashinfer_attention
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice
@@ -76,7 +77,8 @@ def use_double(patch: pytest.MonkeyPatch, latents_of: int = 8) -> None:
 
     Latents whose dimensions are multiples of `latents_of` are written by its kernel: in FP8 of 16.
     """
-    patch.setattr(flashinfer_attention, "import_flashinfer", lambda _: flashinfer_double.PACKAGE)
+    for place in (flashinfer_attention, runner_module):
+        patch.setattr(place, "import_flashinfer", lambda *_: flashinfer_double.PACKAGE)
     patch.setattr(flashinfer_attention, "DTYPES", (torch.float32, torch.bfloat16))
     patch.setattr(flashinfer_attention, "HEAD_DIMS", range(1, 129))
     patch.setattr(flashinfer_attention, "EXPANDED_DIMS", AnyDims())

@@ -93,7 +93,7 @@ def test_no_row_of_heads_depends_on_the_batch(
 def test_no_row_depends_on_the_threads(
     outputs: int, inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_layer, "_SHARED_WEIGHTS", 1)
+    monkeypatch.setattr(linear_layer, "SHARED_WEIGHTS", 1)
     x, residual = normal(ROWS, inputs).to(dtype), normal(ROWS, outputs).to(dtype)
     results = []
     for threads in (1, 2, 3):

@@ -55,7 +55,7 @@ def has_the_same_bits(runner: ModelRunner, tokens: list[int], scale: int) -> Non
 @pytest.fixture
 def all_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what is small."""
-    monkeypatch.setattr(linear, "_SHARED_WEIGHTS", 1)
+    monkeypatch.setattr(linear, "SHARED_WEIGHTS", 1)
     monkeypatch.setattr(elementwise, "SHARED_ELEMENTS", 1)
     monkeypatch.setattr(cpu_attention, "SHARED_PRODUCTS", 1)
     monkeypatch.setattr(cpu_attention, "_SHARED_TOKENS", 1)

@@ -101,7 +101,7 @@ def test_bits_do_not_depend_on_rows_or_threads(
     weight, bias = normal(outputs, inputs), normal(outputs)
     x, residual = normal(ROWS, inputs), normal(ROWS, outputs)
     expected = PanelLinear(weight, bias, WeightMemory()).add_to(residual, x)
-    monkeypatch.setattr(linear_layer, "_SHARED_WEIGHTS", 1)
+    monkeypatch.setattr(linear_layer, "SHARED_WEIGHTS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     linear = PanelLinear(weight, bias, WeightMemory())
     for rows in TRIED_ROWS:
@@ -118,7 +118,7 @@ def test_nothing_but_the_output_is_written(rows: int, round_inputs: RoundInputs)
     packed = linear_layer._pack_panels(weight, WeightMemory())
     multiply(
         1,
-        linear_layer._find_unit(inputs),
+        linear_layer.find_unit(inputs),
         x.data_ptr(),
         packed.data_ptr(),
         0,

@@ -14,6 +14,7 @@ from kvrelay.mem_cache.geometry import Int64Array
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.runner import ModelRunner
 
 PAGE_SIZE = 16
@@ -28,16 +29,27 @@ class Driver:
         rows: the number of sequences.
         capacity: the tokens of each.
         graphs: the sizes of CUDA graphs; empty: none.
+        moe_backend: what computes experts.
     """
 
     def __init__(
-        self, bench: Bench, folder: Path, rows: int, capacity: int, graphs: Sequence[int] = ()
+        self,
+        bench: Bench,
+        folder: Path,
+        rows: int,
+        capacity: int,
+        graphs: Sequence[int] = (),
+        moe_backend: MoEBackend = MoEBackend.AUTO,
     ) -> None:
         self._bench = bench
         options = GraphOptions(GraphSizes(tuple(graphs)), PAGE_SIZE) if graphs else None
         begun = time.perf_counter()
         self.runner = ModelRunner(
-            folder, "bfloat16", str(bench.device), graphs=options if bench.on_gpu else None
+            folder,
+            "bfloat16",
+            str(bench.device),
+            moe_backend=moe_backend,
+            graphs=options if bench.on_gpu else None,
         )
         self.load_seconds = time.perf_counter() - begun
         dummy = self.runner.dummy_pages

@@ -14,21 +14,26 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.model_code import ModelCode
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.errors import (
     CheckpointError,
     UnknownArchitectureError,
     UnsupportedOptionError,
 )
 from kvrelay.model_runner.layers.elementwise import TorchElementwise
+from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.runner import ModelRunner
 from kvrelay.model_runner.transformers_model.own_parts import (
     JoinedLinear,
+    OwnExperts,
     OwnGatedProduct,
     OwnLinear,
     OwnNorm,
+    OwnParts,
     WatchedLinear,
     install_parts,
     watch_products,
@@ -94,6 +99,19 @@ def test_products_norms_and_feed_forwards_are_ours(models: Models) -> None:
     assert not kinds[nn.Linear] + kinds[WatchedLinear]
 
 
+def make_parts() -> OwnParts:
+    linears, elementwise = LinearFactory(), TorchElementwise()
+    cpu, threads = torch.device("cpu"), KernelThreads()
+    experts = ExpertFactory(MoEBackend.AUTO, torch.float32, cpu, linears, elementwise, threads)
+    return OwnParts(linears, elementwise, experts)
+
+
+def test_experts_are_ours(models: Models) -> None:
+    decoder = serve(models.folder("deepseek-v3-experts"), "bfloat16")._decoder
+    assert isinstance(decoder, TransformersDecoder)
+    assert Counter(map(type, decoder._model.modules()))[OwnExperts] == 1
+
+
 def test_product_whose_weight_others_read_stays() -> None:
     class Router(nn.Module):
         def __init__(self) -> None:
@@ -108,7 +126,7 @@ def test_product_whose_weight_others_read_stays() -> None:
     with torch.inference_mode():
         watch_products(router)
         expected = router(x)
-        install_parts(router, LinearFactory(), TorchElementwise())
+        install_parts(router, make_parts())
         torch.testing.assert_close(router(x), expected)
     assert [type(one) for one in router.children()] == [WatchedLinear, OwnLinear]
 
