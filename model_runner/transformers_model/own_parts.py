@@ -212,13 +212,14 @@ def _own_experts(module: Any, factory: ExpertFactory) -> OwnExperts | None:
     """
     if not hasattr(module, "is_concatenated"):
         return None
-    weights = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        return None
     is_ours = module.has_gate and module.is_concatenated and not module.is_transposed
     is_more = module.has_bias or module.has_post_expert_norm
     activation = _find_activation(module)
-    if not is_ours or is_more or activation is None or not all(map(torch.is_tensor, weights)):
+    if not is_ours or is_more or activation is None:
         return None
-    gate_up, down = weights
     if getattr(module, "num_experts", None) != len(gate_up):  # it may send tokens to none
         return None
     each = (ExpertWeights(one, other) for one, other in zip(gate_up, down, strict=True))
