@@ -111,7 +111,8 @@ class Bench:
         geometries = runner.make_geometries(PAGE_SIZE)
         self._pools = [KVPool(one, pages, runner.device) for one in geometries]
         runner.bind(self._pools)
-        heads = runner.config.attention
+        assert isinstance(runner.config, ModelConfig)
+        heads = self._heads = runner.config.attention
         geometry = geometries[0]
         count = heads.query_heads.num_heads + geometry.parts * geometry.num_kv_heads
         rows = torch.randn(len(batch.positions), count, geometry.head_dim)
@@ -127,7 +128,7 @@ class Bench:
         }
 
     def _attention(self, make: Callable[..., AttentionBackend]) -> Part:
-        heads = self._runner.config.attention.query_heads
+        heads = self._heads.query_heads
         backends = [make(pool, heads) for pool in self._pools]
 
         def run() -> None:
@@ -207,10 +208,11 @@ def main(
     benches: dict[int, Bench] = {}
     for count in [int(one) for one in threads.split(",")]:
         runner = ModelRunner(path, dtype, "cpu", count)
+        assert isinstance(runner.config, ModelConfig)
         with torch.inference_mode():
             ends = rows + (tokens > 0)
             products = Products(runner.config, parse_dtype(dtype), tokens + rows, ends)
-            pools = len(runner.config.pool_windows)
+            pools = len(runner.config.pool_layers)
             batch = make_batch(tokens, before, rows, context, runner.config.vocab_size, pools)
             benches[count] = Bench(runner, products, batch)
     now = time.perf_counter if clock == "wall" else time.process_time

@@ -14,6 +14,7 @@ from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice, AttentionSplits
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.cuda_graphs import CudaGraphs, GraphSizes
+from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.net.tls import TlsFiles
 from kvrelay.options.declaration import Section, option
@@ -52,6 +53,14 @@ class WorkerOptions(ObservingOptions):
         "a GPU with bfloat16, and become this type elsewhere; so do weights in fewer bits.",
         Section.MODEL,
         choices=("bfloat16", "float16", "float32"),
+    )
+    model_code: ModelCode = option(
+        ModelCode.AUTO,
+        "Whose code computes the model, and the draft model: native, ours; transformers, any "
+        "causal language model of that package which proves itself at the start; auto, ours where "
+        "it knows the architecture. transformers has no --batch-invariant, no 8-bit KV, no "
+        "weights in 8 bits and no CUDA graphs.",
+        Section.MODEL,
     )
     batch_invariant: bool = option(
         False,

@@ -25,6 +25,7 @@ from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array, PendingIds
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions
+from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.config.model_config import ModelConfig
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
@@ -42,6 +43,7 @@ from kvrelay.model_runner.sampling.sampler import (
     argmax_rows,
     sample_token_id,
 )
+from kvrelay.model_runner.transformers_model.configuration import TransformersConfig
 from kvrelay.wire.output import SampledToken
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -144,6 +146,7 @@ class DraftModel:
             further one one.
         capture: see `ModelRunner`.
         attention_splits: see `ModelRunner`.
+        model_code: see `ModelRunner`.
         on_read: see `ModelRunner`.
         kernel_threads: the target's threads.
 
@@ -163,6 +166,7 @@ class DraftModel:
         graphs: GraphOptions | None = None,
         capture: Callable[[], Capture] = CudaCapture,
         attention_splits: AttentionSplits = AttentionSplits.BATCH,
+        model_code: ModelCode = ModelCode.AUTO,
         on_read: Callable[[int], None] = lambda _: None,
         kernel_threads: KernelThreads | None = None,
     ) -> None:
@@ -172,6 +176,7 @@ class DraftModel:
             dtype,
             device,
             draft=True,
+            model_code=model_code,
             attention=attention,
             attention_splits=attention_splits,
             kv_dtype=kv_dtype,
@@ -191,7 +196,7 @@ class DraftModel:
         """
         self._before_latest: DeviceEvent = PASSED
 
-    def check_vocab(self, target: ModelConfig) -> None:
+    def check_vocab(self, target: ModelConfig | TransformersConfig) -> None:
         """Raise `CheckpointError` unless the target's vocabulary has the same size."""
         if self.config.vocab_size != target.vocab_size:
             raise CheckpointError(

@@ -32,16 +32,27 @@ from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.checkpoint.kv_scales import skip_kv_scales, take_kv_scales
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphRoom, do_without_graphs
 from kvrelay.model_runner.config.kv_scale import KVScale
-from kvrelay.model_runner.config.model_config import MLAConfig
+from kvrelay.model_runner.config.model_code import ModelCode
+from kvrelay.model_runner.config.model_config import MLAConfig, ModelConfig
 from kvrelay.model_runner.config.moe_backend import MoEBackend
+from kvrelay.model_runner.errors import UnknownArchitectureError, UnsupportedOptionError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.decoder import Decoder
+from kvrelay.model_runner.layers.elementwise import Elementwise
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory, experts_wait
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
+from kvrelay.model_runner.transformers_model.configuration import (
+    TransformersConfig,
+    read_transformers_config,
+)
+from kvrelay.model_runner.transformers_model.own_parts import OwnParts
+from kvrelay.model_runner.transformers_model.paged_attention import LayoutAttention
+from kvrelay.model_runner.transformers_model.self_proof import load_proven
+from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +76,7 @@ class ModelRunner:
         batch_invariant: a token's logits must be the same, bit for bit, whatever is computed
             beside it and in whatever chunks: all is computed by kernels of ours, and attention
             token by token. Prompts of a thousand tokens take 1.8 times as long in bfloat16.
+        model_code: whose code computes the model.
         cpu_kernels: what multiplies bfloat16 on a CPU: "own", "onednn", "packed" (own, with
             weights of 4 bits as they are), or "auto", the fastest.
         moe_backend: what computes experts.
@@ -90,6 +102,7 @@ class ModelRunner:
         *,
         draft: bool = False,
         batch_invariant: bool = False,
+        model_code: ModelCode = ModelCode.AUTO,
         cpu_kernels: str = "auto",
         moe_backend: MoEBackend = MoEBackend.AUTO,
         attention: AttentionChoice = AttentionChoice.AUTO,
@@ -105,7 +118,9 @@ class ModelRunner:
         self.kernel_threads = kernel_threads or KernelThreads()
         """The threads of our kernels in a forward; torch's own operations have others."""
         path = Path(model_path)
-        self.config = read_config(path)
+        self.config = _read_model(path, model_code)
+        if isinstance(self.config, TransformersConfig):
+            _refuse_native_options(batch_invariant, kv_dtype, moe_backend)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
         if batch_invariant:
@@ -113,23 +128,12 @@ class ModelRunner:
         self._batch_invariant = batch_invariant
         self._draft = draft
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
-        heads = self.config.attention
         self._moe_backend = moe_backend
         fused = self._import_fused_experts()
         room = self._graph_room(graphs)
         # Before the weights, so that unsupported options are refused at once.
-        self._attention = AttentionFactory(
-            attention,
-            self._head_geometries(1 if graphs is None else graphs.page_size),
-            self.dtype,
-            heads.query_heads,
-            self.device,
-            batch_invariant,
-            room,
-            heads.expanded_heads if isinstance(heads, MLAConfig) else None,
-            attention_splits,
-            self.kernel_threads,
-        )
+        page_size = 1 if graphs is None else graphs.page_size
+        self._attention = self._make_attention(attention, attention_splits, page_size, room)
         if room is None or not self._attention.has_graphs:
             graphs = None
         self._graph_options = graphs
@@ -151,35 +155,72 @@ class ModelRunner:
                 self.kernel_threads,
                 fused,
             )
-            checkpoint = Checkpoint(
-                path,
-                len(self.config.layers),
-                self.dtype,
-                self.device,
-                on_read,
-                self.config.quantization,
-            )
-            _say_what_is_dequantized(checkpoint)
-            self._kv_scales = self._read_kv_scales(checkpoint)
-            self._decoder = Decoder(
-                self.config,
-                checkpoint,
-                self.dtype,
-                self.device,
-                linears,
-                elementwise,
-                experts,
-                self.kernel_threads,
+            self._kv_scales: list[list[KVScale]] = [[] for _ in self.config.pool_layers]
+            self._decoder, self.weights_digest = self._load(
+                path, linears, elementwise, experts, on_read
             )
         self._has_own_products = linears.is_mostly_own
         self.product_ways = linears.ways
         """The way of products with each shape of weights that has several, such as `960 x 576`."""
         self.config_digest = object_digest(self.config)
         """The hash of the configuration as it was understood."""
-        self.weights_digest = checkpoint.digest
-        """The hash of every byte of the weights, in this dtype, or as stored in fewer bits."""
         self._pools: Sequence[KVPool] = ()
-        self._backends: Sequence[AttentionBackend] = ()
+        self._backends: Sequence[Any] = ()
+
+    def _make_attention(
+        self,
+        choice: AttentionChoice,
+        splits: AttentionSplits,
+        page_size: int,
+        room: GraphRoom | None,
+    ) -> AttentionFactory | LayoutAttention:
+        geometries = self._head_geometries(page_size)
+        if isinstance(self.config, TransformersConfig):
+            return LayoutAttention(
+                choice,
+                self.config.layout,
+                geometries,
+                self.dtype,
+                self.device,
+                splits,
+                self.kernel_threads,
+            )
+        heads = self.config.attention
+        return AttentionFactory(
+            choice,
+            geometries,
+            self.dtype,
+            heads.query_heads,
+            self.device,
+            self._batch_invariant,
+            room,
+            heads.expanded_heads if isinstance(heads, MLAConfig) else None,
+            splits,
+            self.kernel_threads,
+        )
+
+    def _load(
+        self,
+        folder: Path,
+        linears: LinearFactory,
+        elementwise: Elementwise,
+        experts: ExpertFactory,
+        on_read: Callable[[int], None],
+    ) -> tuple[Decoder | TransformersDecoder, str]:
+        """Load the weights: a decoder, and the hash of what it was made of."""
+        dtype, device, threads = self.dtype, self.device, self.kernel_threads
+        if isinstance(self.config, TransformersConfig):
+            assert isinstance(self._attention, LayoutAttention)
+            parts = OwnParts(linears, elementwise, experts)
+            return load_proven(self.config, dtype, device, self._attention, parts, threads, on_read)
+        config = self.config
+        checkpoint = Checkpoint(
+            folder, len(config.layers), dtype, device, on_read, config.quantization
+        )
+        _say_what_is_dequantized(checkpoint)
+        self._kv_scales = self._read_kv_scales(config, checkpoint)
+        decoder = Decoder(config, checkpoint, dtype, device, linears, elementwise, experts, threads)
+        return decoder, checkpoint.digest
 
     @property
     def dummy_pages(self) -> int:
@@ -201,7 +242,11 @@ class ModelRunner:
         That is in float32 and with `batch_invariant`, on a CPU. Other bfloat16 differs by batch.
         """
         exact = self._batch_invariant or self.dtype is torch.float32
-        return describe_arithmetic() if exact and self.device.type == "cpu" else ""
+        if not exact or self.device.type != "cpu":
+            return ""
+        if isinstance(self.config, ModelConfig):
+            return describe_arithmetic()
+        return f"transformers {self.config.version}, {describe_arithmetic()}"
 
     @property
     def max_model_len(self) -> int:
@@ -224,20 +269,19 @@ class ModelRunner:
         self, page_size: int, order: PageOrder = PageOrder.PAGE_FIRST
     ) -> tuple[KVGeometry, ...]:
         """The same with heads of the model's own dimensions, whatever kernels need."""
-        heads = self.config.attention
         return tuple(
             KVGeometry(
-                num_layers=sum(layer.sliding_window == window for layer in self.config.layers),
-                num_kv_heads=heads.num_cached_heads,
-                head_dim=heads.cached_head_dim,
+                num_layers=one.num_layers,
+                num_kv_heads=one.num_kv_heads,
+                head_dim=one.head_dim,
                 dtype=self._kv_dtype,
                 page_size=page_size,
                 order=order,
-                latent=isinstance(heads, MLAConfig),
-                window=window,
+                latent=one.latent,
+                window=one.window,
                 draft=self._draft,
             )
-            for window in self.config.pool_windows
+            for one in self.config.pool_layers
         )
 
     def bind(self, pools: Sequence[KVPool]) -> None:
@@ -394,7 +438,7 @@ class ModelRunner:
 
     def own_tables(self, page_tables: Sequence[Int32Array]) -> tuple[Int32Array, ...]:
         """The tables of this model's pools in a batch: a target's are first, a draft's last."""
-        count = len(self.config.pool_windows)
+        count = len(self.config.pool_layers)
         assert len(page_tables) >= count
         return tuple(page_tables[-count:] if self._draft else page_tables[:count])
 
@@ -410,6 +454,7 @@ class ModelRunner:
         assert options is not None
         assert room is not None
         assert self._graph_logits is not None
+        assert isinstance(self._decoder, Decoder)
         assert pools[0].geometry.page_size == options.page_size
         with torch.inference_mode():
             graphs = DecodeGraphs(
@@ -426,15 +471,15 @@ class ModelRunner:
             graphs.capture_all()
         return graphs
 
-    def _read_kv_scales(self, checkpoint: Checkpoint) -> list[list[KVScale]]:
+    def _read_kv_scales(self, config: ModelConfig, checkpoint: Checkpoint) -> list[list[KVScale]]:
         """The scales of each pool's layers; empty if pages are not in FP8."""
-        num_layers = len(self.config.layers)
-        scales: list[list[KVScale]] = [[] for _ in self.config.pool_windows]
+        num_layers = len(config.layers)
+        scales: list[list[KVScale]] = [[] for _ in config.pool_windows]
         if self._kv_dtype is not FP8:
             skip_kv_scales(checkpoint, num_layers)
             return scales
         all_scales = take_kv_scales(checkpoint, num_layers)
-        for (pool, _), scale in zip(self.config.layer_pools, all_scales, strict=True):
+        for (pool, _), scale in zip(config.layer_pools, all_scales, strict=True):
             scales[pool].append(scale)
         return scales
 
@@ -448,12 +493,16 @@ class ModelRunner:
         """The sizes of graphs; raises `UnsupportedOptionError` where there can be no graphs."""
         if options is None:
             return None
+        if isinstance(self.config, TransformersConfig):
+            lack = "not for transformers' model code (--model-code)"
+            do_without_graphs(lack, required=options.required)
+            return None
         if self._has_experts and (
-            lack := experts_wait(
+            wait := experts_wait(
                 self._moe_backend, self.config.fp8_weights, self.dtype, self.device
             )
         ):
-            do_without_graphs(f"not for these experts: {lack}", required=options.required)
+            do_without_graphs(f"not for these experts: {wait}", required=options.required)
             return None
         # Kernels of graphs do not know sequences that are shorter than what they bring.
         windows = [window for window in self.config.pool_windows if window is not None]
@@ -469,10 +518,40 @@ class ModelRunner:
 
     @property
     def _has_experts(self) -> bool:
-        return any(layer.moe is not None for layer in self.config.layers)
+        """Whether it is a model of ours with experts."""
+        config = self.config
+        return isinstance(config, ModelConfig) and any(one.moe is not None for one in config.layers)
 
-    def _make_backends(self, pools: Sequence[KVPool]) -> tuple[AttentionBackend, ...]:
+    def _make_backends(self, pools: Sequence[KVPool]) -> tuple[Any, ...]:
+        """One for each pool: an `AttentionBackend`, or a `PoolAttention`."""
+        if isinstance(self._attention, LayoutAttention):
+            return self._attention.make_all(pools)
         return tuple(map(self._attention.make, pools, self._kv_scales))
+
+
+def _read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfig:
+    """Read config.json for the code that will compute the model."""
+    if code is ModelCode.TRANSFORMERS:
+        return read_transformers_config(folder)
+    try:
+        return read_config(folder)
+    except UnknownArchitectureError:
+        if code is ModelCode.NATIVE:
+            raise
+        return read_transformers_config(folder)
+
+
+def _refuse_native_options(
+    batch_invariant: bool, kv_dtype: KVDtype, moe_backend: MoEBackend
+) -> None:
+    """Refuse options that transformers' model code does not have."""
+    code = "transformers' model code (--model-code)"
+    if batch_invariant:
+        raise UnsupportedOptionError(f"--batch-invariant is not for {code}")
+    if kv_dtype is KVDtype.FP8_E4M3:
+        raise UnsupportedOptionError(f"--kv-dtype {kv_dtype} is not for {code}")
+    if moe_backend is MoEBackend.FLASHINFER:
+        raise UnsupportedOptionError(f"--moe-backend {moe_backend} is not for {code}")
 
 
 def _is_our_mistake(error: Exception) -> bool:

@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from docs.tools import doors, grpc_api, metrics
+from docs.tools import doors, grpc_api, metrics, models
 from docs.tools.dashboards import grafana
 from docs.tools.dashboards.pages import DASHBOARDS
 from kvrelay.deploy.commands import option_table
@@ -25,7 +25,9 @@ PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "door-rules": ("docs/security.md", doors.door_rules),
     "grpc-api": ("docs/grpc-api.md", grpc_api.markdown),
     "options": ("docs/configuration.md", option_table.markdown),
+    "refused-models": ("docs/models.md", models.refused),
     "router-metrics": ("docs/metrics.md", metrics.router_metrics),
+    "served-models": ("docs/models.md", models.served),
     "worker-metrics": ("docs/metrics.md", metrics.worker_metrics),
 }
 """By name, the page that has the part, and what makes it."""

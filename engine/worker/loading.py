@@ -96,6 +96,7 @@ def _load(
         config.device,
         config.threads,
         batch_invariant=config.batch_invariant,
+        model_code=config.model_code,
         cpu_kernels=config.cpu_kernels,
         moe_backend=config.moe_backend,
         attention=config.attention,
@@ -287,6 +288,7 @@ def _load_draft(
         config.kv_dtype,
         draft_graph_options(config),
         attention_splits=config.attention_splits,
+        model_code=config.model_code,
         on_read=on_read,
         kernel_threads=target.kernel_threads,
     )

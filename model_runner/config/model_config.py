@@ -9,6 +9,7 @@ from typing import Final
 
 from kvrelay.model_runner.config.fp8_weights import Fp8Weights
 from kvrelay.model_runner.config.moe_backend import ClampedSilu
+from kvrelay.model_runner.config.pool_layers import PoolLayers
 from kvrelay.model_runner.config.quantization import Quantization
 from kvrelay.model_runner.config.query_heads import ExpandedHeads, QueryHeads
 from kvrelay.model_runner.config.rope import Rope
@@ -255,6 +256,21 @@ class ModelConfig:
     def pool_windows(self) -> tuple[int | None, ...]:
         """The window of each pool that the layers need; full attention (None) first."""
         return tuple(sorted({layer.sliding_window for layer in self.layers}, key=lambda w: w or 0))
+
+    @property
+    def pool_layers(self) -> tuple[PoolLayers, ...]:
+        """The layers of each pool, by `pool_windows`."""
+        heads = self.attention
+        return tuple(
+            PoolLayers(
+                num_layers=sum(layer.sliding_window == window for layer in self.layers),
+                num_kv_heads=heads.num_cached_heads,
+                head_dim=heads.cached_head_dim,
+                latent=isinstance(heads, MLAConfig),
+                window=window,
+            )
+            for window in self.pool_windows
+        )
 
     @property
     def layer_pools(self) -> tuple[tuple[int, int], ...]:

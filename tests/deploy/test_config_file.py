@@ -107,6 +107,7 @@ EVERYTHING: dict[str, Any] = {
     "max_text_bytes": 16,
     "max_grammar_bytes": 65538,
     "max_message_bytes": 65537,
+    "model_code": "transformers",
     "batch_invariant": True,
     "cpu_kernels": "own",
     "moe_backend": "torch",

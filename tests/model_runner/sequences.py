@@ -9,8 +9,15 @@ import torch
 
 from kvrelay.mem_cache.geometry import PageOrder
 from kvrelay.mem_cache.pool import KVPool
+from kvrelay.model_runner.attention.backend import AttentionFactory
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
 from kvrelay.model_runner.runner import ModelRunner
+
+
+def attention_of(runner: ModelRunner) -> AttentionFactory:
+    """The factory of the attention of a model that our code computes."""
+    assert isinstance(runner._attention, AttentionFactory)
+    return runner._attention
 
 
 class Sequences:

@@ -38,7 +38,7 @@ from kvrelay.model_runner.sampling.sampler import SamplingRow
 from kvrelay.wire.submit import SamplingParams
 from tests.model_runner import graph_double
 from tests.model_runner.graph_double import Recording
-from tests.model_runner.sequences import Sequences
+from tests.model_runner.sequences import Sequences, attention_of
 from tests.model_runner.test_decoder import EXPERTS, OFTEN, assert_close
 from tests.model_runner.test_flashinfer_attention import use_double
 from tests.model_runner.tiny_models import VOCAB_SIZE, Models
@@ -229,7 +229,7 @@ def test_heads_of_other_dimensions_are_padded(
         if pool.geometry.window is None
     )
     written = pool.layer(0)[table[0, 0]]
-    dim = running._runner.config.attention.cached_head_dim
+    dim = running._runner.config.pool_layers[0].head_dim
     assert written[..., :dim].any()
     assert not written[..., dim:].any()
 
@@ -317,15 +317,16 @@ def test_the_largest_is_captured_first_and_memory_is_counted_before(models: Mode
         graphs=GRAPHS,
         capture=captures,
     )
-    flashinfer = runner._attention._flashinfer
+    flashinfer = attention_of(runner)._flashinfer
     assert flashinfer is not None
     counted = flashinfer.nbytes
     plain = ModelRunner(
         models.folder("gemma3"), "float32", "cpu", attention=AttentionChoice.FLASHINFER
     )
-    assert plain._attention._flashinfer is not None
+    without = attention_of(plain)._flashinfer
+    assert without is not None
     # A wrapper for each size and pool, and their arrays.
-    assert counted - plain._attention._flashinfer.nbytes > 2 * len(SIZES.sizes) * (8 << 20)
+    assert counted - without.nbytes > 2 * len(SIZES.sizes) * (8 << 20)
     Sequences(runner, 2, 20)
     runner.capture_graphs()
     assert flashinfer.nbytes == counted
@@ -429,7 +430,7 @@ def test_whatever_flashinfer_refuses_leaves_a_model_without_graphs(
         for graphs in (None, WANTED, WANTED)
     )
     monkeypatch.setattr(DecodeGraphs, "capture_all", capture_all)
-    flashinfer, without = runner._attention._flashinfer, plain._attention._flashinfer
+    flashinfer, without = attention_of(runner)._flashinfer, attention_of(plain)._flashinfer
     assert flashinfer is not None
     assert without is not None
     assert runner.capture_on_scratch() is None

@@ -28,7 +28,7 @@ from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.graphs.padding import PaddedBatch, pad_batch, tokens_each
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner import test_draft_model
-from tests.model_runner.sequences import Sequences
+from tests.model_runner.sequences import Sequences, attention_of
 from tests.model_runner.test_cuda_graphs import (
     GRAPHS,
     SIZES,
@@ -245,7 +245,7 @@ def test_memory_is_taken_before_pools_are(models: Models) -> None:
             graphs=options,
             capture=Captures(),
         )
-        flashinfer = runner._attention._flashinfer
+        flashinfer = attention_of(runner)._flashinfer
         assert flashinfer is not None
         assert runner._graph_logits is not None
         before = flashinfer.nbytes

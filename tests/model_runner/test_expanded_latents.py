@@ -29,7 +29,7 @@ from kvrelay.model_runner.config.model_config import MLAConfig
 from kvrelay.model_runner.config.query_heads import ExpandedHeads
 from kvrelay.model_runner.runner import ModelRunner
 from tests.known import known
-from tests.model_runner.sequences import Sequences
+from tests.model_runner.sequences import Sequences, attention_of
 from tests.model_runner.test_attention import make_batch
 from tests.model_runner.test_decoder import LATENT, assert_close
 from tests.model_runner.test_flashinfer_attention import use_double
@@ -133,8 +133,8 @@ def test_the_largest_steps_make_as_much_as_fits(
 
     monkeypatch.setattr(expanded_latents, "choose_expanded", note)
     runner = running._runner
-    heads = known(runner._attention._expanded_heads)
-    runner._attention._expanded_heads = replace(heads, least_new_tokens=1)
+    heads = known(attention_of(runner)._expanded_heads)
+    attention_of(runner)._expanded_heads = replace(heads, least_new_tokens=1)
     assert runner.largest_contexts(30) == (30, 30)
     for context in runner.largest_contexts(60):
         assert len(runner.run_largest(20, 0, context)) == 20

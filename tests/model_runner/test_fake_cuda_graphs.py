@@ -20,6 +20,7 @@ from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.config.moe_backend import MoEBackend
+from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.feed_forward import MoEFeedForward
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
@@ -160,6 +161,7 @@ def test_experts_take_as_many_launches_for_any_number_of_tokens(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with fake_cuda(monkeypatch):
         runner = make_running(folder, KVDtype.AUTO, CheckedCapture())._runner
+        assert isinstance(runner._decoder, Decoder)
         mixture = runner._decoder._layers[-1]._feed_forward
         assert isinstance(mixture, MoEFeedForward)
         for count in (1, 40):

@@ -38,7 +38,7 @@ from kvrelay.model_runner.layers import flashinfer_elementwise
 from kvrelay.model_runner.runner import ModelRunner
 from tests.known import known
 from tests.model_runner import flashinfer_double, flashinfer_elementwise_double
-from tests.model_runner.sequences import Sequences
+from tests.model_runner.sequences import Sequences, attention_of
 from tests.model_runner.test_attention import KINDS, SINKS, make_batch, make_pool, make_rows
 from tests.model_runner.test_decoder import EXPERTS, NAMES, assert_close
 from tests.model_runner.tiny_models import Models
@@ -250,7 +250,7 @@ def test_one_plan_serves_all_layers_of_a_pool(models: Models, tokens: list[int])
     runner = ModelRunner(
         models.folder("gemma3"), "float32", "cpu", attention=AttentionChoice.FLASHINFER
     )
-    flashinfer = runner._attention._flashinfer
+    flashinfer = attention_of(runner)._flashinfer
     assert flashinfer is not None
     sets = [one for both in flashinfer._wrappers.values() for one in both]
     wrappers = [one for each in sets for one in each]

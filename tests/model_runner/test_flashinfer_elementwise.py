@@ -236,7 +236,7 @@ def test_what_a_model_calls(
     double.calls.clear()
     running.forward({0: tokens[:9]})
     assert set(double.calls) == called
-    layers = len(runner.config.layers)
+    layers = sum(one.num_layers for one in runner.config.pool_layers)
     adds = [count for one, count in double.calls.items() if "fused_add" in one]
     assert adds == [2 * layers]  # all sums but none before the first norm
     assert sum(double.calls[one] for one in ROTATE) == layers

@@ -1,0 +1,105 @@
+"""A model of transformers as a decoder: one forward of ragged tokens over pages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
+from kvrelay.model_runner.torch_options import to_device
+from kvrelay.model_runner.transformers_model.attention_interface import (
+    NAME,
+    CacheOfForward,
+    Scoring,
+    running,
+    use_attention,
+)
+from kvrelay.model_runner.transformers_model.described_mask import DescribedMask
+from kvrelay.model_runner.transformers_model.layout import Layout
+from kvrelay.model_runner.transformers_model.paged_attention import PoolAttention, PoolStep
+
+
+class TransformersDecoder:
+    """A model of transformers, ready to run over pages.
+
+    Args:
+        model: with its weights, and with attention of ours (`use_attention`).
+        layout: the model's.
+        threads: the threads of our kernels.
+    """
+
+    def __init__(self, model: Any, layout: Layout, threads: KernelThreads) -> None:
+        use_attention(model, NAME)
+        self._model = model
+        self._layout = layout
+        self._threads = threads
+        self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, batch: ForwardBatch, backends: Sequence[PoolAttention]) -> torch.Tensor:
+        """Run `batch`, writing its keys and values into the pages of the backends' pools.
+
+        Args:
+            batch: the input, with a page table for each pool.
+            backends: one for each pool of the layout.
+
+        Returns:
+            ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``.
+        """
+        steps = [
+            backend.plan(batch, table)
+            for backend, table in zip(backends, batch.page_tables, strict=True)
+        ]
+        device = backends[0].pool.data.device
+        rows = to_device(batch.logit_rows, device)
+        # Rows by index: a number of rows lets some models drop others before their last layers.
+        options = {"logits_to_keep": rows} if self._picks_rows else {}
+        with running(_PagedForward(self._layout, steps, self._threads)):
+            logits: torch.Tensor = self._model(
+                input_ids=input_ids_on(batch, device)[None],
+                position_ids=to_device(batch.positions, device)[None],
+                past_key_values=CacheOfForward(),
+                use_cache=False,
+                **options,
+            ).logits[0]
+        return (logits if self._picks_rows else logits[rows]).to(torch.float32)
+
+
+class _PagedForward:
+    """The `Forward` over pages: calls come in the layout's order."""
+
+    def __init__(self, layout: Layout, steps: Sequence[PoolStep], threads: KernelThreads) -> None:
+        self._calls = iter(layout.calls)
+        self._latents = enumerate(layout.latents)
+        self._has_latents = bool(layout.latents)
+        self._steps = steps
+        self._threads = threads
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: DescribedMask | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        self._threads.renew()
+        call = next(self._calls)
+        step = self._steps[call.pool]
+        attend = step.attend_expanded if self._has_latents else step.attend
+        return attend(call, query, key, value, mask, scoring)
+
+    def update(
+        self, first: torch.Tensor, second: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._has_latents:
+            return first, second
+        place, width = next(self._latents)
+        new = torch.cat((first, second), dim=-1)[0, 0]
+        contexts = self._steps[0].store_latents(place, new)
+        return contexts[None, None, :, :width], contexts[None, None, :, width:]
