@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
-from kvrelay.model_runner.config.model_config import Architecture
+from kvrelay.model_runner.checkpoint.architectures import ARCHITECTURES
 
 RESULTS: Final = Path(__file__).resolve().parents[1] / "models.json"
 _ATTENTION: Final = {"kernels": "our kernels", "gathered": "plain torch"}
@@ -17,7 +17,7 @@ def served() -> str:
     """The kinds that are served."""
     lines = ["| kind | architecture | `auto` takes | pools | attention by transformers' code |"]
     lines.append("| --- | --- | --- | --- | --- |")
-    native = set(Architecture)
+    native = set(ARCHITECTURES)
     for row in _rows():
         if row["refusal"]:
             continue
