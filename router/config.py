@@ -13,18 +13,34 @@ from kvrelay.options.observing import ObservingOptions
 
 
 class ToolParser(StrEnum):
-    """The parser that finds calls of tools in a chat's output."""
+    """The parser that finds calls of tools in a chat's output.
+
+    Beside the first two, these are the names of `TOOL_FORMATS`.
+    """
 
     AUTO = "auto"
     """The form that the chat template tells the model to use."""
     NONE = "none"
     """No parser: calls stay in the content."""
+    DEEPSEEK_V3 = "deepseek_v3"
+    DEEPSEEK_V31 = "deepseek_v31"
+    DEEPSEEK_V32 = "deepseek_v32"
+    DEEPSEEK_V4 = "deepseek_v4"
+    GLM45 = "glm45"
+    GLM47 = "glm47"
+    GRANITE = "granite"
     HERMES = "hermes"
-    """JSON, each call between two tags, as Hermes and Qwen write them."""
+    KIMI_K2 = "kimi_k2"
     LLAMA3_JSON = "llama3_json"
-    """Bare JSON, as Llama 3 writes calls."""
+    LLAMA4_PYTHONIC = "llama4_pythonic"
+    MINIMAX_M2 = "minimax_m2"
+    MISTRAL = "mistral"
+    MISTRAL_LIST = "mistral_list"
+    NEMOTRON_JSON = "nemotron_json"
+    OPENAI = "openai"
+    PHI4_MINI_JSON = "phi4_mini_json"
     PYTHONIC = "pythonic"
-    """A Python list, as Llama 3.2 and 4 write calls."""
+    QWEN3_CODER = "qwen3_coder"
 
 
 class ReasoningFormat(StrEnum):
@@ -35,7 +51,17 @@ class ReasoningFormat(StrEnum):
     NONE = "none"
     """No parser: reasoning stays in the content."""
     THINK = "think"
-    """Reasoning between <think> and </think>, as Qwen 3 and DeepSeek-R1 write it."""
+    """Reasoning between <think> and </think>."""
+    DEEPSEEK_R1 = "deepseek_r1"
+    DEEPSEEK_V3 = "deepseek_v3"
+    GLM45 = "glm45"
+    GRANITE = "granite"
+    KIMI_K2 = "kimi_k2"
+    MINIMAX_M2 = "minimax_m2"
+    MISTRAL = "mistral"
+    OPENAI_GPTOSS = "openai_gptoss"
+    """Reasoning in the channel analysis of harmony."""
+    QWEN3 = "qwen3"
 
 
 class PlacementMode(StrEnum):
@@ -156,8 +182,8 @@ class RouterOptions(ObservingOptions):
     )
     reasoning_parser: ReasoningFormat = option(
         ReasoningFormat.AUTO,
-        "How reasoning is found in a chat's output: auto looks for it between <think> and </think> "
-        "if the chat template has these, none leaves it in the content.",
+        "How reasoning is found in a chat's output: auto looks for the tags that the chat template "
+        "has, none leaves it in the content.",
         Section.MODEL,
     )
     http_origins: str = option(

@@ -78,8 +78,11 @@ class TokenTexts:
         added = described.get("added_tokens") or []
         self._added = {one["id"] for one in added}
         self._special = {one["id"]: one["content"] for one in added if one["special"]}
-        self.special = frozenset(self._special.values())
-        """The special tokens' texts."""
+        self.special_ids = {text: token_id for token_id, text in self._special.items()}
+        """The ids of special tokens by their text."""
+        bracketed = [one for one in added if one["content"][:1] + one["content"][-1:] == "<>"]
+        self.unspelled_ids = self.special_ids | {one["content"]: one["id"] for one in bracketed}
+        """The ids of tokens that llguidance takes for no text: a grammar names them by their id."""
         self._anchor = tokenizer.token_to_id("a")
         self.bytes_of = lru_cache(_CACHED)(self._bytes_of)
 

@@ -20,7 +20,8 @@ from kvrelay.deploy.nodes.models import (
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.text.chat_template import load_chat_template
-from kvrelay.text.output_parsers.formats import ToolFormat, format_of
+from kvrelay.text.output_parsers.formats import format_of
+from kvrelay.text.output_parsers.tool_formats.hermes import HERMES
 from tests.checkpoints import make_checkpoint
 
 
@@ -77,7 +78,7 @@ def test_the_default_model_sees_what_its_own_template_shows(
 def test_the_default_model_is_shown_tools_and_calls(default_model: ModelFolder):
     template = load_chat_template(default_model.path, default_model.chat_template)
     assert template is not None
-    assert format_of(template.source) is ToolFormat.HERMES
+    assert format_of(template.source) is HERMES
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     call = {"function": {"name": "weather", "arguments": {"city": "San"}}}
     turns: list[dict[str, Any]] = [

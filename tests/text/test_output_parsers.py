@@ -11,15 +11,26 @@ import pytest
 
 from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.text.output_parsers import held_text
-from kvrelay.text.output_parsers.formats import ToolFormat, form_or_calls, format_of
-from kvrelay.text.output_parsers.hermes import HermesParser
-from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
+from kvrelay.text.output_parsers.formats import form_or_calls, format_of
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 from kvrelay.text.output_parsers.plain import CallsAloneParser, NamedCallParser
 from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.text.output_parsers.tool_format import ToolFormat
+from kvrelay.text.output_parsers.tool_formats.hermes import HERMES
+from kvrelay.text.output_parsers.tool_formats.llama3_json import LLAMA3_JSON
+from kvrelay.text.output_parsers.tool_formats.llama4_pythonic import PYTHONIC
 from kvrelay.wire.submit import StructuredOutput
 from tests.vocabularies import byte_vocabulary
+
+
+def hermes(*, is_whole: bool = False) -> OutputParser:
+    return HERMES.parser({}, is_whole)
+
+
+def llama3_json(*, is_whole: bool = False) -> OutputParser:
+    return LLAMA3_JSON.parser({}, is_whole)
+
 
 Said = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and the name and arguments of each call."""
@@ -58,11 +69,11 @@ CALL_F = f'{{"name": "f", "arguments": {F[1]}}}'
 LONG = " \n" * 600
 """White space that is content, wherever it is."""
 MAKE: dict[str, Callable[[], OutputParser]] = {
-    "hermes": HermesParser,
-    "json": JsonCallsParser,
+    "hermes": hermes,
+    "json": llama3_json,
     "pythonic": PythonicParser,
-    "think": lambda: ReasoningParser(HermesParser(), begins_inside=False),
-    "inside": lambda: ReasoningParser(HermesParser(), begins_inside=True),
+    "think": lambda: ReasoningParser(hermes(), begins_inside=False),
+    "inside": lambda: ReasoningParser(hermes(), begins_inside=True),
     "named": lambda: NamedCallParser("f"),
 }
 OUTPUTS: list[tuple[str, str, Said]] = [
@@ -134,7 +145,7 @@ OUTPUTS: list[tuple[str, str, Said]] = [
     ("named", '{"a": 1}', ("", "", [("f", '{"a": 1}')])),
     ("hermes", f"a{LONG}<tool_call>{CALL_F}</tool_call>", (f"a{LONG}", "", [F])),
     ("hermes", f"<tool_call>{CALL_F}</tool_call>{LONG}", (LONG, "", [F])),
-    ("json", f"{LONG}{CALL_F}", (f"{LONG}{CALL_F}", "", [])),
+    ("json", f"{LONG}{CALL_F}", (LONG, "", [F])),
     ("think", f"{LONG}<think>a</think>", (f"{LONG}<think>a</think>", "", [])),
     ("inside", f"a{LONG}</think>b", ("b", f"a{LONG}", [])),
     ("pythonic", f"[{'f' * 1024}(a=1)]", (f"[{'f' * 1024}(a=1)]", "", [])),
@@ -154,18 +165,18 @@ BROKEN = '<tool_call>{"name": "f", "arguments": {</tool_call>'
 JSON_BROKEN = '{"name": "f", "parameters": {invalid json}}'
 TOLD_AT_THE_END: list[tuple[Callable[[], OutputParser], str, bool, Said]] = [
     # What looks like a call, and has arguments that nobody can read, is content.
-    (lambda: HermesParser(is_whole=True), BROKEN, False, (BROKEN, "", [])),
-    (lambda: JsonCallsParser(is_whole=True), JSON_BROKEN, False, (JSON_BROKEN, "", [])),
+    (lambda: hermes(is_whole=True), BROKEN, False, (BROKEN, "", [])),
+    (lambda: llama3_json(is_whole=True), JSON_BROKEN, False, (JSON_BROKEN, "", [])),
     (
-        lambda: HermesParser(is_whole=True),
+        lambda: hermes(is_whole=True),
         f'<tool_call>{CALL_F}</tool_call><tool_call>{{"name": "g", "arguments": {{"a": NaN}}}}',
         False,
         ('<tool_call>{"name": "g", "arguments": {"a": NaN}}', "", [F]),
     ),
     # What was cut off is neither a call nor content.
-    (HermesParser, 'I look.\n<tool_call>\n{"na', True, ("I look.", "", [])),
-    (lambda: HermesParser(is_whole=True), '<tool_call>{"name": "f", "arguments": {"a', True, NONE),
-    (lambda: JsonCallsParser(is_whole=True), '{"name": "f", "parameters": {"a": "S', True, NONE),
+    (hermes, 'I look.\n<tool_call>\n{"na', True, ("I look.", "", [])),
+    (lambda: hermes(is_whole=True), '<tool_call>{"name": "f", "arguments": {"a', True, NONE),
+    (lambda: llama3_json(is_whole=True), '{"name": "f", "parameters": {"a": "S', True, NONE),
     (lambda: NamedCallParser("f", is_whole=True), '{"city": "San', True, NONE),
     *(
         (PythonicParser, text, True, NONE)
@@ -182,8 +193,8 @@ TOLD_AT_THE_END: list[tuple[Callable[[], OutputParser], str, bool, Said]] = [
             "[f(a) and", "[see (https://a.b", "[f(a=1 b", "[f(a=b=", "[f(a=[1)", "[f(x), y",
         )
     ),
-    (lambda: CallsAloneParser(JsonCallsParser()), '[{\n  "name"', True, NONE),
-    (JsonCallsParser, '{"answer": 4', True, ('{"answer": 4', "", [])),
+    (lambda: CallsAloneParser(llama3_json()), '[{\n  "name"', True, NONE),
+    (llama3_json, '{"answer": 4', True, ('{"answer": 4', "", [])),
     (lambda: NamedCallParser("f", is_whole=True), '{"a": 1}', True, ("", "", [("f", '{"a": 1}')])),
 ]  # fmt: skip
 
@@ -262,35 +273,40 @@ def test_any_text_is_taken_apart_alike_however_it_is_cut(
 
 
 def test_the_format_is_read_from_the_template() -> None:
-    assert format_of('{{ tools }} <tool_call>{"name": x, "arguments": y}') == "hermes"
-    assert format_of('{% if tools %}{"name": f, "parameters": d}') == "llama3_json"
-    assert format_of("{{ tools }} [func_name1(params_name1=v)]") == "pythonic"
+    assert format_of('{{ tools }} <tool_call>{"name": x, "arguments": y}') is HERMES
+    assert format_of('{% if tools %}{"name": f, "parameters": d}') is LLAMA3_JSON
+    assert format_of("{{ tools }} [func_name1(params_name1=v)]") is PYTHONIC
     assert format_of("{{ messages }}") is None
 
 
-WRITTEN = {
-    ToolFormat.HERMES: (
-        '<tool_call>\n{"name": "f", "arguments": {"x": [1, null]}}\n</tool_call>',
-        '<tool_call>{"name": "f-2", "arguments": {}}</tool_call>\n'
-        '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+WRITTEN: list[tuple[ToolFormat, tuple[str, ...]]] = [
+    (
+        HERMES,
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"x": [1, null]}}\n</tool_call>',
+            '<tool_call>\n{"name": "f-2", "arguments": {}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        ),
     ),
-    ToolFormat.LLAMA3_JSON: (
-        '{"name": "f", "parameters": {"x": "y"}}; {"name": "f-2", "parameters": {}}',
+    (LLAMA3_JSON, ('{"name": "f", "parameters": {"x": "y"}}; {"name": "f-2", "parameters": {}}',)),
+    (
+        PYTHONIC,
+        (
+            """[f(a=1, b="x]", c='it', d=[True, None, {"k": -1.5}]), f-2()]""",
+            "[f()]",
+        ),
     ),
-    ToolFormat.PYTHONIC: (
-        """[f(a=1, b="x]", c='it', d=[True, None, {"k": -1.5}]), f-2()]""",
-        "[f()]",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("tools", list(ToolFormat))
-def test_a_form_or_calls(tools: ToolFormat) -> None:
+@pytest.mark.parametrize(("tools", "written"), WRITTEN)
+def test_a_form_or_calls(tools: ToolFormat, written: tuple[str, ...]) -> None:
     form = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
-    grammar = form_or_calls(form, tools, ["f", "f-2"], ())
+    grammar = form_or_calls(form, tools, {name: {"type": "object"} for name in ("f", "f-2")}, {})
+    assert grammar is not None
     compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(grammar=grammar))
-    cases = [(text, True) for text in (*WRITTEN[tools], '{"a": 1}', "{}")]
-    cases += [(text.replace("f", "g"), False) for text in WRITTEN[tools]]
+    cases = [(text, True) for text in (*written, '{"a": 1}', "{}")]
+    cases += [(text.replace("f", "g"), False) for text in written]
     cases += [(text, False) for text in ("", "words", '{"a":  1}', '{"a": 1} [f()]')]
     for text, is_good in cases:
         matcher = compiled.deep_copy()

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from enum import StrEnum
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
+from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError
+from kvrelay.text.output_parsers.marked_arguments import Schemas
+from kvrelay.text.output_parsers.tool_format import ToolFormat
+from kvrelay.text.output_parsers.tool_formats.deepseek_v3 import DEEPSEEK_V3
+from kvrelay.text.output_parsers.tool_formats.deepseek_v31 import DEEPSEEK_V31
+from kvrelay.text.output_parsers.tool_formats.deepseek_v32 import DEEPSEEK_V4, DEEPSEEK_V32
+from kvrelay.text.output_parsers.tool_formats.glm import GLM45, GLM47
+from kvrelay.text.output_parsers.tool_formats.granite import GRANITE
+from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY
+from kvrelay.text.output_parsers.tool_formats.hermes import HERMES
+from kvrelay.text.output_parsers.tool_formats.kimi_k2 import KIMI_K2
+from kvrelay.text.output_parsers.tool_formats.llama3_json import LLAMA3_JSON
+from kvrelay.text.output_parsers.tool_formats.llama4_pythonic import LLAMA4_PYTHONIC, PYTHONIC
+from kvrelay.text.output_parsers.tool_formats.minimax_m2 import MINIMAX_M2
+from kvrelay.text.output_parsers.tool_formats.mistral import MISTRAL, MISTRAL_LIST
+from kvrelay.text.output_parsers.tool_formats.nemotron import NEMOTRON
+from kvrelay.text.output_parsers.tool_formats.phi4_mini import PHI4_MINI
+from kvrelay.text.output_parsers.tool_formats.qwen3_coder import QWEN3_CODER
 
-class ToolFormat(StrEnum):
-    """The format in which a model writes calls."""
-
-    HERMES = "hermes"
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen do."""
-    LLAMA3_JSON = "llama3_json"
-    """``{"name": …, "parameters": {…}}``, and nothing else."""
-    PYTHONIC = "pythonic"
-    """``[name(argument=value)]``, and nothing else."""
+_ALL: Final = (
+    *(HARMONY, KIMI_K2, DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V3, DEEPSEEK_V31),
+    *(MISTRAL, MISTRAL_LIST, MINIMAX_M2, QWEN3_CODER, GLM47, GLM45),
+    *(NEMOTRON, PHI4_MINI, GRANITE, LLAMA4_PYTHONIC, HERMES, PYTHONIC, LLAMA3_JSON),
+)
+"""All formats; of two that a template may show, the one that says more comes first."""
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {one.name: one for one in _ALL}
+"""All formats by name."""
 
 
 def format_of(template: str) -> ToolFormat | None:
     """The format that a chat template tells the model to use; None if it names no known one."""
     if "tools" not in template:
         return None
-    if "<tool_call>" in template:
-        return ToolFormat.HERMES if '"arguments"' in template else None
-    if "func_name1(" in template:
-        return ToolFormat.PYTHONIC
-    if '"parameters"' in template:
-        return ToolFormat.LLAMA3_JSON
-    return None
+    return next((one for one in _ALL if one.shown_by(template)), None)
 
 
 _PYTHON_CALLS: Final = r"""
@@ -45,33 +55,32 @@ TEXT: /"([^"\\\x00-\x1f]|\\["\\n])*"|'([^'\\\x00-\x1f]|\\['\\n])*'/
 
 
 def form_or_calls(
-    form: str, tools: ToolFormat, names: Collection[str], special: Collection[str]
-) -> str:
+    form: str, tools: ToolFormat, schemas: Schemas, special: Mapping[str, int]
+) -> str | None:
     """The grammar, in Lark's form, of an output that is JSON of a form, or calls of functions.
 
-    Arguments of calls are free, as they are without a form.
+    It is None if the format cannot tell the functions' schemas.
 
     Args:
         form: the form's schema, in JSON.
         tools: the format of calls.
-        names: the functions' names.
-        special: the vocabulary's special tokens, which no text stands for.
+        schemas: the schemas of the functions' arguments, to which calls without tags are not held.
+        special: the ids of the vocabulary's special tokens by their text.
     """
     start = f"start: form | calls\nform: %json {form}\n"
-    if tools is ToolFormat.PYTHONIC:
-        return f"{start}NAME: {' | '.join(map(json.dumps, names))}\n{_PYTHON_CALLS.lstrip()}"
-    arguments = "arguments" if tools is ToolFormat.HERMES else "parameters"
-    call: dict[str, Any] = {
-        "type": "object",
-        "properties": {"name": {"enum": list(names)}, arguments: {"type": "object"}},
-        "required": ["name", arguments],
-        "additionalProperties": False,
-    }
-    object_ = f"object: %json {json.dumps(call)}\n"
-    if tools is ToolFormat.LLAMA3_JSON:
-        return f'{start}calls: object ("; " object)*\n{object_}'
-    opens, closes = (
-        tag if tag in special else json.dumps(tag) for tag in ("<tool_call>", "</tool_call>")
-    )
-    call_ = f'call: {opens} "\\n"? object "\\n"? {closes}\n'
-    return f'{start}calls: call ("\\n"? call)*\n{call_}{object_}'
+    if tools is PYTHONIC:
+        return f"{start}NAME: {' | '.join(map(json.dumps, schemas))}\n{_PYTHON_CALLS.lstrip()}"
+    if tools is LLAMA3_JSON:  # its calls begin as the form does, so they are JSON alike
+        members = {"name": {"enum": list(schemas)}, "parameters": {"type": "object"}}
+        call = {
+            "type": "object",
+            "properties": members,
+            "required": list(members),
+            "additionalProperties": False,
+        }
+        return f'{start}calls: object ("; " object)*\nobject: %json {json.dumps(call)}\n'
+    grammar = CallGrammar(schemas, None, special)
+    try:
+        return start + grammar.lark(tools.grammar(grammar)).replace("start:", "calls:", 1)
+    except NoGrammarError:
+        return None

@@ -20,6 +20,8 @@ class OutputPiece:
     """The number of the call that the piece is a part of, from 0."""
     name: str = ""
     """The tool's name; the first piece of a call has it, whole."""
+    call_id: str = ""
+    """The call's id, beside the name, if the model has written one."""
     arguments: str = ""
     """A part of the call's arguments, in JSON."""
 

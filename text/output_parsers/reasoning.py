@@ -1,12 +1,12 @@
-"""Reasoning between two tags."""
+"""Reasoning between two tags, before all else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from kvrelay.text.output_parsers.held_text import EndingSpace, is_long, overlap
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
+from kvrelay.text.output_parsers.reasoning_tags import THINK, ReasoningTags
 
 
 class ReasoningParser:
@@ -16,17 +16,22 @@ class ReasoningParser:
         rest: the parser of the text behind the reasoning.
         begins_inside: the prompt has begun the reasoning.
         skips_space: white space at the beginning does not belong to the text.
+        form: the tags.
     """
 
-    OPEN: Final = "<think>"
-    CLOSE: Final = "</think>"
-
     def __init__(
-        self, rest: OutputParser, *, begins_inside: bool, skips_space: bool = True
+        self,
+        rest: OutputParser,
+        *,
+        begins_inside: bool,
+        skips_space: bool = True,
+        form: ReasoningTags = THINK,
     ) -> None:
         self._rest = rest
+        self._form = form
+        self._begins_inside = begins_inside
         self._held = ""
-        self._is_inside: bool | None = True if begins_inside else None
+        self._is_inside: bool | None = None
         """Whether the text is inside the reasoning; None: it is not known yet."""
         self._skips_space = skips_space
         """White space right behind a tag does not belong to the text."""
@@ -38,37 +43,46 @@ class ReasoningParser:
         if self._is_inside is None:
             begun = self._held.lstrip()
             waits = not is_long(len(self._held) - len(begun))
-            if begun.startswith(self.OPEN) and waits:
-                self._is_inside, self._held = True, begun.removeprefix(self.OPEN)
-            elif self.OPEN.startswith(begun) and waits:
+            if begun.startswith(self._form.open) and waits:
+                self._is_inside, self._held = True, begun.removeprefix(self._form.open)
+                self._skips_space = True
+            elif self._form.open.startswith(begun) and waits:
                 return []
             else:
-                self._is_inside = self._skips_space = False
+                self._decide()
         if self._is_inside:
             return self._inside()
         return self._behind()
 
     def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
         """The remaining pieces."""
-        if self._is_inside:
-            held, self._held = self._space.cut(self._held), ""
-            return [OutputPiece(reasoning=held)] if held else []
         if self._is_inside is None:
-            self._skips_space = False
+            self._decide()
+        if self._is_inside:
+            pieces = [*self._inside()]
+            held, self._held = self._space.cut(self._held), ""
+            return [*pieces, OutputPiece(reasoning=held)] if held else pieces
         return [*self._behind(), *self._rest.finish(is_cut=is_cut)]
+
+    def _decide(self) -> None:
+        """Take the text for reasoning if the prompt has begun it, as no opening tag comes."""
+        self._is_inside = self._begins_inside
+        self._skips_space = self._skips_space and self._begins_inside
 
     def _inside(self) -> Sequence[OutputPiece]:
         if self._skips_space:
             self._held = self._held.lstrip()
             self._skips_space = not self._held
-        at = self._held.find(self.CLOSE)
-        if at < 0:
-            possible = overlap(self._held, self.CLOSE)
+        tags = [self._form.close, *filter(None, [self._form.ends_before])]
+        found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
+        if not found:
+            possible = max(overlap(self._held, tag) for tag in tags)
             sure = self._space.cut(self._held[: len(self._held) - possible])
             self._held = self._held[len(sure) :]
             return [OutputPiece(reasoning=sure)] if sure else []
+        at, tag = min(found)
         said = self._space.cut(self._held[:at])
-        self._held = self._held[at + len(self.CLOSE) :]
+        self._held = self._held[at + (len(tag) if tag == self._form.close else 0) :]
         self._is_inside, self._skips_space = False, True
         return [*([OutputPiece(reasoning=said)] if said else []), *self._behind()]
 

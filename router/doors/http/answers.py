@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Protocol
 
-from kvrelay.router.doors.http.chat_parts import Spoken
+from kvrelay.router.doors.http.chat_parts import Spoken, ToldReasoning
 from kvrelay.router.doors.http.logprobs_answer import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -25,6 +25,7 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.events import ChoiceEnd, Completion, Delta, Event, FinishReason
 from kvrelay.router.requests.request_trace import CHAT, COMPLETION
 from kvrelay.text.output_parsers.pieces import MakeParser
+from kvrelay.text.output_parsers.tool_format import new_call_id
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -143,6 +144,9 @@ class Shown:
     """Whether every chunk has the usage so far."""
     parser: MakeParser | None = None
     """A function that makes a parser of one choice's text; None: all of it is content."""
+    new_call_id: Callable[[str, int], str] = new_call_id
+    """A function that makes the id of a call, by its name and number."""
+    reasoning: ToldReasoning = ToldReasoning.AS_IT_COMES
     skip_special_tokens: bool = True
     """Whether the text leaves special tokens out."""
     stop_token_ids: Sequence[int] = ()
@@ -196,7 +200,10 @@ class _Choices:
         self._spoken: list[Spoken] = []
         if shown.parser is not None:
             make = shown.parser
-            self._spoken = [Spoken(make(self._is_whole)) for _ in range(prompt.n)]
+            self._spoken = [
+                Spoken(make(self._is_whole), shown.new_call_id, shown.reasoning)
+                for _ in range(prompt.n)
+            ]
         if shown.logprobs is not None:
             number = shown.logprobs
             self._writers = [
@@ -207,6 +214,13 @@ class _Choices:
                     writer.add_first(prompt.input_ids[0])
         if shown.prompt_logprobs is not None:
             self._prompt_writer = PromptLogprobs(shown.names, shown.prompt_logprobs)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The output tokens that are reasoning; None: it is not looked for."""
+        if not self._spoken:
+            return None
+        return sum([one.reasoning_tokens for one in self._spoken])
 
     def _take_prompt(self, tokens: Sequence[SampledToken]) -> int:
         """Take tokens of the prompt; return their bytes in a whole answer."""
@@ -303,13 +317,13 @@ class Chunks(_Choices):
             extra = f',"token_ids":{ids}'
         self._add(choice, delta.tokens)
         if self._spoken:
-            return beginning + self._spoken_delta(choice, text, extra)
+            return beginning + self._spoken_delta(choice, text, len(delta.tokens), extra)
         words = self._style.text_of_chunk(quoted(text)) + extra
         return beginning + self._chunk(choice, words, logprobs=self._logprobs(choice))
 
-    def _spoken_delta(self, choice: int, text: str, extra: str) -> str:
+    def _spoken_delta(self, choice: int, text: str, num_tokens: int, extra: str) -> str:
         """Return a chunk for each part that a text completes; the first has its tokens' members."""
-        first, *others = self._spoken[choice].push(text) or [""]
+        first, *others = self._spoken[choice].push(text, num_tokens) or [""]
         shows_tokens = extra or self._writers or self._shown.continuous_usage
         if not first and not shows_tokens:
             return ""
@@ -422,7 +436,7 @@ class Whole(_Choices):
         """Take output; return its approximate bytes in the answer."""
         choice = delta.choice
         if self._spoken:
-            self._spoken[choice].take(delta.text)
+            self._spoken[choice].take(delta.text, len(delta.tokens))
         else:
             self._texts[choice].append(delta.text)
         num_bytes = len(delta.text) + self._add(choice, delta.tokens)
@@ -456,7 +470,12 @@ class Whole(_Choices):
         return f'{{"index":{index},{words},"logprobs":{logprobs},{reason}{extra}}}'
 
 
-def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None) -> str:
+def usage_of(
+    prompt_tokens: int,
+    output_tokens: int,
+    cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
+) -> str:
     """Return a usage object."""
     usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
@@ -465,22 +484,28 @@ def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int | None =
     }
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return json.dumps(usage)
 
 
-def usage_of_all(completions: Sequence[Completion]) -> str:
+def _usage_of_all(completions: Sequence[Completion], forms: Sequence[_Choices]) -> str:
     """Return the usage of all prompts of a call together."""
+    reasoning = [one.reasoning_tokens for one in forms]
     return usage_of(
         sum(one.prompt_tokens for one in completions),
         sum(one.completion_tokens for one in completions),
         sum(one.cached_tokens for one in completions),
+        None if None in reasoning else sum(one or 0 for one in reasoning),
     )
 
 
-def usage_chunk(answer: CompletionAnswer, completions: Sequence[Completion]) -> bytes:
+def usage_chunk(
+    answer: CompletionAnswer, chunks: Sequence[Chunks], completions: Sequence[Completion]
+) -> bytes:
     """Return the last chunk of a stream whose client asked for usage."""
     head = answer.head(answer.style.chunk_object)
-    return f'data: {head}],"usage":{usage_of_all(completions)}}}\n\n'.encode()
+    return f'data: {head}],"usage":{_usage_of_all(completions, chunks)}}}\n\n'.encode()
 
 
 def parts_of_whole(
@@ -493,4 +518,4 @@ def parts_of_whole(
             yield f"{before}{choice}".encode()
             before = ","
     on_top = "".join([whole.on_top for whole in wholes])
-    yield f']{on_top},"usage":{usage_of_all(completions)}}}'.encode()
+    yield f']{on_top},"usage":{_usage_of_all(completions, wholes)}}}'.encode()

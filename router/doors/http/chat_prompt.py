@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvrelay.router.admission.prompt_input import encoded
 from kvrelay.router.admission.served_tokenizer import Texts
@@ -12,7 +13,12 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.text.chat_template import ChatTemplate, TemplateError
 from kvrelay.text.encoding import encode
-from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.text.output_parsers.reasoning_tags import THINK, ReasoningTags
+
+_REASONING_NAMES: Final = ("reasoning_content", "reasoning", "thinking")
+"""The names of a message's reasoning, in bodies and in templates."""
+_THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
+"""The variables by which templates turn reasoning off."""
 
 
 class ChatPrompt:
@@ -25,6 +31,7 @@ class ChatPrompt:
         options: the arguments of `ChatTemplate.render`.
         num_bytes: the approximate bytes of the text.
         add_special_tokens: whether to add special tokens beside those that the template writes.
+        tags: the tags of reasoning.
     """
 
     field = "messages"
@@ -39,6 +46,7 @@ class ChatPrompt:
         num_bytes: int,
         *,
         add_special_tokens: bool,
+        tags: ReasoningTags,
     ) -> None:
         self._texts = texts
         self._template = template
@@ -46,6 +54,7 @@ class ChatPrompt:
         self._options = options
         self.num_bytes = num_bytes
         self._add_special_tokens = add_special_tokens
+        self._tags = tags
         self.ends_in_reasoning = self.ends_in_words = False
         """Whether the rendered text has begun the answer's reasoning, and has words of it.
 
@@ -58,11 +67,11 @@ class ChatPrompt:
         end = text.rstrip()
         if self._options["continue_final_message"]:
             said = self._messages[-1]["content"]
-            begun, closed = map(said.rfind, (ReasoningParser.OPEN, ReasoningParser.CLOSE))
+            begun, closed = map(said.rfind, (self._tags.open, self._tags.close))
             self.ends_in_reasoning = begun > closed
-            self.ends_in_words = not end.endswith(ReasoningParser.OPEN)
+            self.ends_in_words = not end.endswith(self._tags.open)
         else:
-            self.ends_in_reasoning = end.endswith(ReasoningParser.OPEN)
+            self.ends_in_reasoning = self._tags.ends_in(end)
         return encoded(self.field, text, self._encode, limits)
 
     def _render(self) -> str:
@@ -93,6 +102,7 @@ def read_chat(
     texts: Texts,
     template: ChatTemplate | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    tags: ReasoningTags | None = None,
 ) -> ChatPrompt:
     """Convert a body's conversation and rendering options to a prompt; raise `InvalidField`.
 
@@ -102,10 +112,15 @@ def read_chat(
         texts: tokenizes the conversation.
         template: renders it; None: there is none.
         tools: the tools that the model is told of; a template is given none for an empty list.
+        tags: the tags of reasoning; None: the model's are unknown.
     """
-    variables = dict(body.chat_template_kwargs or {})
+    variables = {**(body.chat_template_args or {}), **(body.chat_template_kwargs or {})}
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+    thinks = False if body.reasoning_effort == "none" else body.enable_thinking
+    if thinks is not None:
+        for name in _THINKING_SWITCHES:
+            variables.setdefault(name, thinks)
     goes_on, begins = bool(body.continue_final_message), body.add_generation_prompt
     if goes_on and begins:
         raise InvalidField("continue_final_message", "is not allowed with add_generation_prompt")
@@ -121,7 +136,25 @@ def read_chat(
             "the model has no chat template: use /v1/completions, or serve it with --chat-template",
         )
     add = bool(body.add_special_tokens)
-    return ChatPrompt(texts, template, body.messages, options, body_bytes, add_special_tokens=add)
+    messages = [_with_reasoning(one, template.source) for one in body.messages]
+    return ChatPrompt(
+        texts,
+        template,
+        messages,
+        options,
+        body_bytes,
+        add_special_tokens=add,
+        tags=tags or THINK,
+    )
+
+
+def _with_reasoning(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+    """Return a message with its reasoning under each name that the template uses."""
+    said = next((message[name] for name in _REASONING_NAMES if message.get(name)), None)
+    if not isinstance(said, str):
+        return message
+    used = {name: said for name in _REASONING_NAMES if re.search(rf"\b{name}\b", template)}
+    return {**message, **used}
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

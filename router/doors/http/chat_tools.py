@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
@@ -13,10 +14,11 @@ from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.chat_template import ChatTemplate
+from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.text.json_schema import refer_below, without_annotations
-from kvrelay.text.output_parsers.formats import ToolFormat, form_or_calls, format_of
-from kvrelay.text.output_parsers.hermes import HermesParser
-from kvrelay.text.output_parsers.llama3_json import JsonCallsParser
+from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError
+from kvrelay.text.output_parsers.formats import TOOL_FORMATS, form_or_calls, format_of
+from kvrelay.text.output_parsers.marked_arguments import Schemas
 from kvrelay.text.output_parsers.pieces import MakeParser, OutputParser
 from kvrelay.text.output_parsers.plain import (
     CallsAloneParser,
@@ -24,15 +26,18 @@ from kvrelay.text.output_parsers.plain import (
     FirstCallParser,
     NamedCallParser,
 )
-from kvrelay.text.output_parsers.pythonic import PythonicParser
 from kvrelay.text.output_parsers.reasoning import ReasoningParser
+from kvrelay.text.output_parsers.reasoning_tags import (
+    REASONING_TAGS,
+    ReasoningTags,
+    reasoning_tags_of,
+)
+from kvrelay.text.output_parsers.tool_format import ToolFormat
+from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY
+from kvrelay.text.output_parsers.tool_formats.llama3_json import json_calls_parser
+from kvrelay.text.token_texts import TokenTexts
 from kvrelay.v1 import inference_pb2
 
-_PARSERS: Final[Mapping[ToolFormat, MakeParser]] = {
-    ToolFormat.HERMES: lambda is_whole: HermesParser(is_whole=is_whole),
-    ToolFormat.LLAMA3_JSON: lambda is_whole: JsonCallsParser(is_whole=is_whole),
-    ToolFormat.PYTHONIC: lambda _: PythonicParser(),
-}
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf"}
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}}
 """The parameters of a function that names none."""
@@ -47,22 +52,21 @@ class Dialect:
     tools: ToolFormat | None
     """The format of tool calls; None: it is unknown."""
     calls_are_parsed: bool
-    reasons: bool
-    """Whether its output may begin with reasoning."""
+    reasoning: ReasoningTags | None
+    """The tags of the reasoning that its output may begin with; None: it has none."""
 
     @classmethod
     def of(cls, config: RouterConfig, template: ChatTemplate | None) -> Dialect:
         """Choose the dialect that the options name, or that the template shows."""
         source = template.source if template is not None else ""
         wanted, reasoning = config.tool_call_parser, config.reasoning_parser
-        if wanted is ToolParser.AUTO:
-            tools = format_of(source)
-        else:
-            tools = None if wanted is ToolParser.NONE else ToolFormat(wanted.value)
-        reasons = reasoning is ReasoningFormat.THINK
-        if reasoning is ReasoningFormat.AUTO:
-            reasons = ReasoningParser.OPEN in source
-        return cls(template, tools, wanted is not ToolParser.NONE, reasons)
+        is_shown = wanted is ToolParser.AUTO
+        tools = format_of(source) if is_shown else TOOL_FORMATS.get(wanted.value)
+        if is_shown and reasoning is ReasoningFormat.OPENAI_GPTOSS:
+            tools = HARMONY
+        is_shown = reasoning is ReasoningFormat.AUTO
+        tags = reasoning_tags_of(source) if is_shown else REASONING_TAGS.get(reasoning.value)
+        return cls(template, tools, wanted is not ToolParser.NONE, tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +81,34 @@ class Tools:
     """Whether at least one tool must be called."""
     first_alone: bool = False
     """Whether only the first of the model's calls counts."""
+    in_own_format: bool = False
+    """Whether a grammar holds calls to the model's own format and to their schemas."""
+    schemas: Schemas = field(default_factory=dict)
+    """The schemas of arguments by function."""
+
+    @property
+    def may_say_more(self) -> bool:
+        """Whether an output that a grammar holds to calls may have other text, and reasoning."""
+        return self.in_own_format and not (self.named or self.required)
 
     def parser(self, dialect: Dialect) -> MakeParser | None:
         """Return a function that makes a parser of tool calls; None: all output is content."""
-        if self.named:
+        if self.named and not self.in_own_format:
             return lambda is_whole: NamedCallParser(self.named, is_whole=is_whole)
-        if self.required:
-            return lambda is_whole: CallsAloneParser(JsonCallsParser(is_whole=is_whole))
-        if not self.shown or dialect.tools is None:
+        if self.required and not self.in_own_format:
+            return lambda is_whole: CallsAloneParser(json_calls_parser({}, is_whole))
+        if dialect.tools is None or not (self.shown or dialect.tools.tells_reasoning):
             return None
-        make = _PARSERS[dialect.tools]
+        make = functools.partial(dialect.tools.parser, self.schemas)
+        if self.named or self.required:
+            return lambda is_whole: CallsAloneParser(make(is_whole))
         if self.first_alone:
             return lambda is_whole: FirstCallParser(make(is_whole))
         return make
 
 
 def speaker(
-    tools: Tools, dialect: Dialect, prompt: ChatPrompt, *, has_form: bool
+    tools: Tools, dialect: Dialect, prompt: ChatPrompt, *, has_form: bool, separates: bool
 ) -> MakeParser | None:
     """Return a function that makes a parser of an output; None: all of it is content.
 
@@ -104,9 +119,11 @@ def speaker(
         dialect: the model's dialect.
         prompt: the prompt, which is rendered before a parser is made.
         has_form: whether the output has a structured form.
+        separates: whether reasoning is told apart from content.
     """
     make = tools.parser(dialect)
-    if not dialect.reasons or has_form:
+    tags, in_calls = dialect.reasoning, dialect.tools is not None and dialect.tools.tells_reasoning
+    if tags is None or not separates or has_form or in_calls:
         return make
 
     def make_speaker(is_whole: bool) -> OutputParser:
@@ -114,6 +131,7 @@ def speaker(
             make(is_whole) if make is not None else ContentParser(),
             begins_inside=prompt.ends_in_reasoning,
             skips_space=not prompt.ends_in_words,
+            form=tags,
         )
 
     return make_speaker
@@ -123,14 +141,23 @@ def read_tools(
     body: ChatCompletionRequest,
     dialect: Dialect,
     params: inference_pb2.SamplingParams,
-    special_tokens: Collection[str],
+    tokens: TokenTexts,
 ) -> Tools:
     """Convert `tools` and `tool_choice`; set the fields of `params` that calls need.
 
     If a call is required, its form becomes the structured output. If calls are allowed beside a
     `response_format`, the output is either. Otherwise the tags of calls are left in the text.
+
+    Args:
+        body: the body.
+        dialect: the model's dialect.
+        params: the parameters, which are changed.
+        tokens: the vocabulary.
     """
     tools, choice = body.tools or [], body.tool_choice or "auto"
+    has_tags = _has_tags(dialect, tokens, may_call=bool(tools) and choice == "auto")
+    if has_tags and not params.HasField("skip_special_tokens"):
+        params.skip_special_tokens = False
     if not tools:
         if choice not in ("auto", "none"):
             raise InvalidField("tool_choice", "is allowed with tools alone")
@@ -145,26 +172,108 @@ def read_tools(
                 "the chat template shows none, or in a form that is not known here: "
                 "--tool-call-parser names the form, and tool_choice can require a call",
             )
-        if dialect.tools is not None and not params.HasField("skip_special_tokens"):
-            params.skip_special_tokens = False  # the tags around calls are, in some vocabularies
-        form = params.structured_output.json_schema if params.HasField(FIELD) else ""
-        if form and dialect.tools is not None and body.response_format is not None:
-            either = form_or_calls(form, dialect.tools, functions, special_tokens)
-            params.structured_output.CopyFrom(inference_pb2.StructuredOutput(grammar=either))
-        return Tools(tools, first_alone=body.parallel_tool_calls is False)
+        if body.response_format is not None:
+            _allow_calls_beside_form(functions, dialect, params, tokens)
+        first_alone = body.parallel_tool_calls is False
+        return Tools(
+            tools,
+            first_alone=first_alone,
+            in_own_format=_hold_strict_calls(
+                functions, dialect, params, 1 if first_alone else None, tokens
+            ),
+            schemas={name: one.get("parameters") or {} for name, one in functions.items()},
+        )
     if params.HasField(FIELD):
         raise InvalidField("tool_choice", "is not allowed with another structured output")
-    if choice == "required":
-        most = 1 if body.parallel_tool_calls is False else None
-        params.structured_output.json_schema = calls_schema(functions, most)
-        return Tools(tools, required=True)
-    name = choice.function.name
-    if name not in functions:
+    name = "" if choice == "required" else choice.function.name
+    if name and name not in functions:
         what = f"{json.dumps(name[:64])} is no tool of this call"
         raise InvalidField("tool_choice.function.name", what)
-    arguments = _arguments(functions[name])
-    params.structured_output.json_schema = json.dumps(arguments, ensure_ascii=False)
-    return Tools(tools, named=name)
+    wanted = {name: functions[name]} if name else functions
+    schemas = {one: arguments_of(function) for one, function in wanted.items()}
+    most = 1 if name or body.parallel_tool_calls is False else None
+    grammar = _own_grammar(dialect, schemas, most, tokens)
+    if grammar is not None:
+        params.structured_output.grammar = grammar
+        params.skip_special_tokens = False
+    elif name:
+        params.structured_output.json_schema = json.dumps(schemas[name], ensure_ascii=False)
+    else:
+        params.structured_output.json_schema = calls_schema(schemas, most)
+    in_own_format = grammar is not None
+    return Tools(tools, named=name, required=not name, in_own_format=in_own_format, schemas=schemas)
+
+
+def _has_tags(dialect: Dialect, tokens: TokenTexts, *, may_call: bool) -> bool:
+    """Return whether tags must stay in an output, which are special in some vocabularies."""
+    form, tags = dialect.tools, dialect.reasoning
+    if form is not None and (may_call or form.tells_reasoning):
+        return True
+    return tags is not None and bool(tokens.special_ids.keys() & {tags.open, tags.close})
+
+
+def _hold_strict_calls(
+    functions: Mapping[str, Mapping[str, Any]],
+    dialect: Dialect,
+    params: inference_pb2.SamplingParams,
+    most: int | None,
+    tokens: TokenTexts,
+) -> bool:
+    """Hold calls that may come to their schemas if a tool is strict; return whether they are."""
+    is_strict = any(one.get("strict") is True for one in functions.values())
+    if not is_strict or params.HasField(FIELD):
+        return False
+    schemas = {name: arguments_of(one) for name, one in functions.items()}
+    grammar = _own_grammar(dialect, schemas, most, tokens, in_text=True)
+    if grammar is not None:
+        params.structured_output.grammar = grammar
+    return grammar is not None
+
+
+def _allow_calls_beside_form(
+    functions: Mapping[str, Mapping[str, Any]],
+    dialect: Dialect,
+    params: inference_pb2.SamplingParams,
+    tokens: TokenTexts,
+) -> None:
+    """Let calls come in place of a form, if there is one and the format can tell them."""
+    form = params.structured_output.json_schema if params.HasField(FIELD) else ""
+    if not form or dialect.tools is None:
+        return
+    schemas = {name: arguments_of(one) for name, one in functions.items()}
+    either = form_or_calls(form, dialect.tools, schemas, tokens.unspelled_ids)
+    if either is not None:
+        params.structured_output.CopyFrom(inference_pb2.StructuredOutput(grammar=either))
+
+
+def _own_grammar(
+    dialect: Dialect,
+    schemas: Schemas,
+    most: int | None,
+    tokens: TokenTexts,
+    *,
+    in_text: bool = False,
+) -> str | None:
+    """Return the grammar of calls in the model's own format; None: it cannot tell the schemas.
+
+    Args:
+        dialect: the model's dialect.
+        schemas: the schemas of arguments by function.
+        most: the most calls; None: any number.
+        tokens: the vocabulary.
+        in_text: whether calls may come, in other text.
+    """
+    form, tags = dialect.tools, dialect.reasoning
+    if form is None or (in_text and not form.opening):
+        return None
+    grammar = CallGrammar(schemas, most, tokens.unspelled_ids, form.opening if in_text else "")
+    try:
+        calls = form.grammar(grammar)
+        allowed = (tags.open, tags.close) if tags is not None else ()
+        written = grammar.in_text(calls, allowed) if in_text else grammar.lark(calls)
+    except NoGrammarError:
+        return None
+    return written if len(written.encode()) <= MAX_GRAMMAR_BYTES else None
 
 
 def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -179,15 +288,15 @@ def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
     return functions
 
 
-def calls_schema(functions: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
+def calls_schema(schemas: Mapping[str, dict[str, Any]], most: int | None) -> str:
     """Return the schema of a list of calls, in JSON.
 
-    Each function's parameters are a definition of their own, with references that lead into it.
+    Each function's arguments are a definition of their own, with references that lead into it.
     """
     definitions, calls = {}, []
-    for number, (name, function) in enumerate(functions.items()):
+    for number, (name, arguments) in enumerate(schemas.items()):
         place = f"/$defs/{number}"
-        definitions[str(number)] = arguments = _arguments(function)
+        definitions[str(number)] = arguments
         try:
             refer_below(arguments, place)
         except ValueError as error:
@@ -206,7 +315,7 @@ def calls_schema(functions: Mapping[str, Mapping[str, Any]], most: int | None) -
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a function's arguments, an object, without words for the model."""
     try:
         schema = without_annotations(function.get("parameters") or _NO_ARGUMENTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -12,6 +13,7 @@ from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TokenPromp
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.callers import Caller
 from kvrelay.router.doors.http.answers import Shown
+from kvrelay.router.doors.http.chat_parts import ToldReasoning
 from kvrelay.router.doors.http.chat_prompt import read_chat
 from kvrelay.router.doors.http.chat_tools import Dialect, read_tools, speaker
 from kvrelay.router.doors.http.logprobs_answer import TokenNames
@@ -24,6 +26,7 @@ from kvrelay.router.doors.http.protocol import (
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.encoding import encode
+from kvrelay.text.structural_tag import StructuralTagError, structural_tag_grammar
 from kvrelay.v1 import inference_pb2
 
 _ANY_OBJECT: Final = '{"type": "object"}'
@@ -107,7 +110,7 @@ def read_completion(body: CompletionRequest, texts: Texts) -> Call:
     prompt_alone = bool(body.echo) and body.max_tokens == 0
     if prompt_alone:
         params.max_tokens = 1  # is generated, and left out of the answer
-    asked_as = _set_structure(body, params)
+    asked_as = _set_structure(body, params, texts)
     echo = bool(body.echo)
     call = _make_call(body, texts, params, prompts, sizes, body.logprobs, echo=echo)
     if call.message.session_id and len(prompts) > 1:
@@ -125,21 +128,44 @@ def read_chat_completion(
     params = body.sampling_params()
     if body.max_completion_tokens is not None:
         params.max_tokens = body.max_completion_tokens
-    asked_as = dict(_set_structure(body, params))
-    tools = read_tools(body, dialect, params, texts.of_tokens.special)
-    if tools.named or tools.required:
-        asked_as = {f"{FIELD}.json_schema": "tools", FIELD: "tools"}
+    asked_as = dict(_set_structure(body, params, texts))
+    tools = read_tools(body, dialect, params, texts.of_tokens)
+    if tools.named or tools.required or tools.in_own_format:
+        forms = (FIELD, *(f"{FIELD}.{form}" for form in _FORMS))
+        asked_as = dict.fromkeys(forms, "tools")
     elif FIELD in asked_as:
         asked_as[f"{FIELD}.grammar"] = asked_as[FIELD]
-    prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown)
+    prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown, dialect.reasoning)
     if body.top_logprobs and not body.logprobs:
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     call = _make_call(body, texts, params, [prompt], [prompt.num_bytes], logprobs)
-    parser = speaker(tools, dialect, prompt, has_form=params.HasField(FIELD))
-    shown = replace(call.shown, parser=parser, ends_by_calls=not tools.named)
+    parser = speaker(
+        tools,
+        dialect,
+        prompt,
+        has_form=params.HasField(FIELD) and not tools.may_say_more,
+        separates=body.separate_reasoning is not False,
+    )
+    shown = replace(
+        call.shown,
+        parser=parser,
+        ends_by_calls=not tools.named,
+        reasoning=_told_reasoning(body),
+    )
+    if dialect.tools is not None:
+        shown = replace(shown, new_call_id=dialect.tools.new_id)
     renamed = {name: asked for name, asked in _IN_CHATS.items() if getattr(body, asked) is not None}
     return replace(call, asked_as={**asked_as, **renamed}, shown=shown, output=OutputLimit.OPEN)
+
+
+def _told_reasoning(body: ChatCompletionRequest) -> ToldReasoning:
+    """Return how the reasoning of a chat is told."""
+    if body.include_reasoning is False:
+        return ToldReasoning.NEVER
+    if body.separate_reasoning is False:
+        return ToldReasoning.AS_CONTENT
+    return ToldReasoning.AT_ITS_END if body.stream_reasoning is False else ToldReasoning.AS_IT_COMES
 
 
 def read_open_session(body: SessionRequest) -> inference_pb2.OpenSessionRequest:
@@ -198,16 +224,17 @@ def _make_call(
 
 
 def _set_structure(
-    body: GenerationFields, params: inference_pb2.SamplingParams
+    body: GenerationFields, params: inference_pb2.SamplingParams, texts: Texts
 ) -> Mapping[str, str]:
     """Set the structured output that one of the body's members asks for.
 
     Returns:
         the body's names of the fields that are set in `params`.
     """
-    given = [one for one in _structures(body) if one[2] not in (None, [])]
+    special = texts.of_tokens.unspelled_ids
+    given = [one for one in _structures(body, special) if one[2] not in (None, [])]
     if body.structured_outputs is not None and not any("structured" in one[0] for one in given):
-        names = "json, regex, choice, grammar or json_object"
+        names = "json, regex, choice, grammar, json_object or structural_tag"
         raise InvalidField("structured_outputs", f"must have {names}")
     if not given:
         return {}
@@ -219,7 +246,18 @@ def _set_structure(
     return {FIELD: name, f"{FIELD}.{form}": name}
 
 
-def _structures(body: GenerationFields) -> Iterator[tuple[str, str, Any]]:
+def _grammar_of(field: str, tag: Any, special: Mapping[str, int]) -> str:
+    """Return the grammar of a structural tag; raise `InvalidField`."""
+    try:
+        described = json.loads(tag) if isinstance(tag, str) else tag
+        return structural_tag_grammar(described, special)
+    except (StructuralTagError, ValueError, RecursionError) as error:
+        raise InvalidField(field, str(error)) from error
+
+
+def _structures(
+    body: GenerationFields, special: Mapping[str, int]
+) -> Iterator[tuple[str, str, Any]]:
     """Yield members that ask for a structure, each with its form in the message and its value."""
     response, wanted = body.response_format, body.structured_outputs
     if response is not None:
@@ -230,11 +268,18 @@ def _structures(body: GenerationFields) -> Iterator[tuple[str, str, Any]]:
             yield "response_format.json_schema.schema", "json_schema", described.json_schema
         elif described is not None:
             raise InvalidField("response_format.json_schema", f"is not allowed with {kind}")
+        elif kind == "structural_tag":
+            tag = {"structures": response.structures, "triggers": response.triggers}
+            tag = {"format": response.format} if response.format is not None else tag
+            yield "response_format", "grammar", _grammar_of("response_format", tag, special)
         elif kind == "json_object":
             yield "response_format", "json_schema", _ANY_OBJECT
     if wanted is not None:
         if wanted.json_object:
             yield "structured_outputs.json_object", "json_schema", _ANY_OBJECT
+        if wanted.structural_tag is not None:
+            name = "structured_outputs.structural_tag"
+            yield name, "grammar", _grammar_of(name, wanted.structural_tag, special)
         for form, name in _FORMS.items():
             yield f"structured_outputs.{name}", form, getattr(wanted, form)
     for form, name in _FORMS.items():

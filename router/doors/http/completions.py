@@ -83,11 +83,14 @@ class Completions:
     async def _stream(
         self, exchange: Exchange, call: Call, answer: CompletionAnswer, caller: Caller
     ) -> None:
+        chunks: list[Chunks] = []
+
         def make(number: int, request: GenerationRequest) -> Form:
-            return Chunks(answer, self._part(call, number, request), call.shown)
+            chunks.append(Chunks(answer, self._part(call, number, request), call.shown))
+            return chunks[-1]
 
         completions = await self._run(exchange, call, answer, caller, make, exchange.write)
-        usage = usage_chunk(answer, completions) if call.include_usage else b""
+        usage = usage_chunk(answer, chunks, completions) if call.include_usage else b""
         try:
             async with asyncio.timeout(self._read_timeout):
                 await exchange.end(usage + DONE)

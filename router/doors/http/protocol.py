@@ -97,10 +97,13 @@ class ResponseFormat(RequestBody):
     """The form of an output, as OpenAI has it."""
 
     type: Annotated[
-        Literal["text", "json_object", "json_schema"],
-        Expected('must be "text", "json_object" or "json_schema"'),
+        Literal["text", "json_object", "json_schema", "structural_tag"],
+        Expected('must be "text", "json_object", "json_schema" or "structural_tag"'),
     ]
     json_schema: JsonSchemaResponseFormat | None = None
+    structures: Any = None
+    triggers: Any = None
+    format: Any = None
 
 
 class StructuredOutputsParams(RequestBody):
@@ -111,6 +114,7 @@ class StructuredOutputsParams(RequestBody):
     grammar: str | None = None
     choice: Strings | None = None
     json_object: bool | None = None
+    structural_tag: JsonSchema | None = None
 
 
 class GenerationFields(SamplingFields):
@@ -199,19 +203,37 @@ _Content = Annotated[
 ]
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of an earlier call: an object to a template, or JSON where it makes text of it.
+
+    Templates of some models expect the one, and those of others the other.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return f"{self}{other}"
+
+    def __radd__(self, other: str) -> str:
+        return f"{other}{self}"
+
+
 def _parse_arguments(given: Any) -> Any:
     """Return the arguments of a call as the object that templates expect, or as they came.
 
     A call that was cut off, or that a model has written wrong, stays in its conversation.
     """
     if given is None or given == "":
-        return {}
+        return CallArguments()
     if not isinstance(given, str | dict):
         raise ValueError("must be a text, or an object")
-    if isinstance(given, dict) or not is_json(given):
+    if isinstance(given, dict):
+        return CallArguments(given)
+    if not is_json(given):
         return given
     read = json.loads(given)
-    return {} if read is None else read if isinstance(read, dict) else given
+    return CallArguments(read or {}) if read is None or isinstance(read, dict) else given
 
 
 _Arguments = Annotated[
@@ -222,7 +244,7 @@ _Arguments = Annotated[
 class FunctionCall(OpenObject):
     """The function of a call of an earlier turn, and its arguments."""
 
-    arguments: _Arguments = Field(default_factory=dict)
+    arguments: _Arguments = Field(default_factory=CallArguments)
 
 
 class MessageToolCall(OpenObject):
@@ -288,6 +310,8 @@ class ChatFields(RequestBody):
     tools: _Tools | None = None
     chat_template: Annotated[Any, Only()] = None
     chat_template_kwargs: Object | None = None
+    chat_template_args: Object | None = None
+    enable_thinking: bool | None = None
     documents: Annotated[Any, Only([])] = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
@@ -301,6 +325,9 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     """The body of /v1/chat/completions."""
 
     max_completion_tokens: UInt32 | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
-from kvrelay.router.doors.http.chat_tools import calls_schema
+from kvrelay.router.doors.http.chat_tools import arguments_of, calls_schema
 from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.v1 import worker_pb2
@@ -242,7 +243,7 @@ async def test_a_form_beside_tools_that_may_be_called(
     form: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": described}}
     async with served(config, tmp_path) as (cluster, client):
         worker = cluster.workers[0]
-        call = f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}</tool_call>'
+        call = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
         for text, content, calls, reason in [
             ('{"a": 1}', '{"a": 1}', [], "stop"),
             (call, "", [["weather", ARGUMENTS]], "tool_calls"),
@@ -330,14 +331,14 @@ CALLED = [
 def test_a_required_call_has_no_schema_that_is_named_within_another() -> None:
     inner = {"$id": "https://a/b", "properties": {"x": {"$ref": "#/properties/y"}, "y": {}}}
     with pytest.raises(InvalidField, match=r"an \$id below its root, .https://a/b.") as caught:
-        calls_schema({"f": {"parameters": {"properties": {"a": inner}}}}, None)
+        calls_schema({"f": {"properties": {"a": inner}}}, None)
     assert caught.value.field == "tools[0].function.parameters"
 
 
 def test_a_required_call_has_arguments_by_its_own_schema() -> None:
     """References lead into their own tool, and what is for people does not count."""
     functions = {name: {"parameters": schema} for name, schema in PARAMETERS.items()}
-    schema = calls_schema(functions, None)
+    schema = calls_schema({name: arguments_of(one) for name, one in functions.items()}, None)
     assert len(schema) < 4096
     compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(json_schema=schema))
     for name, arguments, is_good in CALLED:
@@ -372,6 +373,112 @@ async def test_a_tool_that_must_be_called(
         assert json.loads(sent)["minItems"] == 1
 
 
+KIMI = "{{ tools }}<|tool_call_argument_begin|>"
+KIMI_CALLS = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:3"
+    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>"
+)
+QWEN = "{{ tools }}<tool_call><function="
+QWEN_CALLS = (
+    '<tool_call>\n<function=weather>\n<parameter=city>\nKöln "am" Rhein\n</parameter>\n'
+    "</function>\n</tool_call>"
+)
+MISTRAL = "{{ tools }}[TOOL_CALLS][ARGS]"
+MISTRAL_CALLS = f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"
+
+
+@pytest.mark.parametrize(("template", "text", "call_id"), [
+    (KIMI, KIMI_CALLS, "functions.weather:3"),
+    (QWEN, QWEN_CALLS, "call_[0-9a-f]{32}"),
+    (MISTRAL, MISTRAL_CALLS, "[A-Za-z0-9]{9}"),
+])  # fmt: skip
+async def test_a_call_in_the_models_own_format(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, template: str, text: str,
+    call_id: str,
+) -> None:  # fmt: skip
+    """By choice and by force, with an id that the model's template takes."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with served(config, tmp_path, template) as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying(text, tokenizer)
+        for choice, reason in (("auto", "tool_calls"), ("required", "tool_calls"), (named, "stop")):
+            answer = await ask(client, tool_choice=choice)
+            message, ended = whole(answer)
+            assert [(name, json.loads(given)) for name, given in message["calls"]] == [
+                ("weather", json.loads(ARGUMENTS))
+            ]
+            assert (message["content"], ended) == ("", reason)
+            assert re.fullmatch(call_id, answer.choices[0].message.tool_calls[0].id)
+            assert await streamed(client, tool_choice=choice) == (message, reason)
+            sent = worker.submits[-1].sampling_params
+            assert sent.structured_output.HasField("grammar") is (choice != "auto")
+            assert not sent.skip_special_tokens
+
+
+async def test_strict_calls_that_may_come(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A grammar holds them to their schemas, and the output still has reasoning and text."""
+    strict = [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]
+    text = f"<think>Hm.</think>I look.\n{CALLS}"
+    async with served(config, tmp_path, HERMES + "{# <think> #}") as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying(text, tokenizer)
+        message, reason = whole(await ask(client, tools=strict))
+        assert (message["reasoning"], reason) == ("Hm.", "tool_calls")
+        assert message["content"] == "I look.\nI look."
+        grammar = worker.submits[0].sampling_params.structured_output.grammar
+        compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(grammar=grammar))
+        for said, is_good in ((text.partition("\n<tool_call>\n{\"name\": \"time")[0], True),
+                              (text.replace("city", "town"), False)):  # fmt: skip
+            matcher = compiled.deep_copy()
+            taken = matcher.consume_tokens(list(said.encode())) and matcher.is_accepting()
+            assert taken is is_good
+        await ask(client)
+        assert not worker.submits[-1].sampling_params.HasField("structured_output")
+        bad = {**BAD, "strict": True}
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            await ask(client, tools=[{"type": "function", "function": bad}])
+
+
+async def test_structural_tags_are_forms(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    structures = [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]
+    tag = {"type": "structural_tag", "structures": structures, "triggers": ["<f"]}
+    async with served(config, tmp_path) as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying("a<f>1</f>", tokenizer)
+        for form in ({"response_format": tag}, {"structured_outputs": {"structural_tag": tag}},
+                     {"structured_outputs": {"structural_tag": json.dumps(tag)}}):  # fmt: skip
+            answer = await ask(client, tools=openai.omit, extra_body=form)
+            assert answer.choices[0].message.content == "a<f>1</f>"
+        grammars = {one.sampling_params.structured_output.grammar for one in worker.submits}
+        assert len(grammars) == 1
+        assert "<f" in grammars.pop()
+        refusals: list[tuple[str, Any]] = [
+            ("response_format", {"response_format": {**tag, "triggers": ["x"]}}),
+            ("structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": {}}}),
+        ]
+        for place, form in refusals:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(client, tools=openai.omit, extra_body=form)
+            assert refused.value.param == place
+
+
+async def test_a_form_that_the_format_cannot_tell_is_json(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Texts between tags can keep no format of a string, such as a date."""
+    parameters = {"properties": {"day": {"type": "string", "format": "date"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    async with served(config, tmp_path, QWEN) as (cluster, client):
+        cluster.workers[0].on_submit = saying('[{"name":"f","parameters":{}}]', tokenizer)
+        message, _ = whole(await ask(client, tools=tools, tool_choice="required"))
+        assert message["calls"] == [["f", "{}"]]
+        assert cluster.workers[0].submits[0].sampling_params.structured_output.json_schema
+
+
 async def test_a_call_that_was_cut_off_is_none(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -379,10 +486,11 @@ async def test_a_call_that_was_cut_off_is_none(
     nothing = {"content": "", "reasoning": "", "calls": []}
     named = {"type": "function", "function": {"name": "weather"}}
     begun = '{"city": "San'
+    own = '<tool_call>\n{"name": "weather", "arguments": '
     cases: list[tuple[Any, str, list[list[str]]]] = [
-        ("required", '[{\n  "name"', []),
-        ("required", f'[{{"name": "weather", "parameters": {begun}', [["weather", begun]]),
-        (named, begun, [["weather", begun]]),
+        ("required", '<tool_call>\n{"name"', []),
+        ("required", f"{own}{begun}", [["weather", begun]]),
+        (named, f"{own}{begun}", [["weather", begun]]),
         ("auto", '<tool_call>\n{"na', []),
     ]
     async with served(config, tmp_path) as (cluster, client):
@@ -436,6 +544,12 @@ async def test_earlier_calls_are_shown_to_the_template(
         assert whole(await ask(client, messages=messages))[0]["content"] == "Sun."
         prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
         assert prompt.endswith('<assistant>Köln "am" Rhein<tool>sun')
+    template = "{{ '<' + messages[1].tool_calls[0].function.arguments + '>' }}"
+    async with served(config, tmp_path, template) as (cluster, client):  # as DeepSeek's does
+        cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+        await ask(client, messages=messages, tools=openai.omit)
+        prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
+        assert prompt == f"<{ARGUMENTS}>"
 
 
 @pytest.mark.parametrize(

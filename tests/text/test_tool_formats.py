@@ -1,0 +1,544 @@
+"""Each format in which models write calls: read however it is cut, and forced by its grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from types import FrameType
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from kvrelay.router.config import ToolParser
+from kvrelay.text.grammar import GrammarCompiler
+from kvrelay.text.output_parsers.call_grammar import CallGrammar
+from kvrelay.text.output_parsers.formats import TOOL_FORMATS, format_of
+from kvrelay.text.output_parsers.json_calls import is_json
+from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
+from kvrelay.text.token_texts import TokenTexts
+from kvrelay.wire.submit import StructuredOutput
+from tests.router.toy_tokenizers import byte_level_tokenizer
+
+Call = tuple[str, dict[str, Any]]
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "note": {"$ref": "#/$defs/Note"},
+        },
+        "required": ["city"],
+        "$defs": {"Note": {"type": "string", "maxLength": 200}},
+    },
+    "time": {
+        "type": "object",
+        "properties": {
+            "zone": {"enum": ["CET", "UTC"]},
+            "exact": {"type": "boolean"},
+            "at": {"anyOf": [{"type": "string", "pattern": "^[0-9]+:[0-9]+$"}, {"type": "null"}]},
+        },
+    },
+}
+PLAIN: list[Call] = [("weather", {"city": "Köln 🎉", "days": 3})]
+TWO: list[Call] = [*PLAIN, ("time", {"zone": "CET", "exact": True})]
+NO_ARGUMENTS: list[Call] = [("time", {})]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model writes calls, as its template and its vendor's documents have it."""
+
+    write: Callable[[Sequence[Call]], str]
+    template: str
+    """The part of the published template, in short, that shows the format."""
+    tags: tuple[str, ...]
+    """Special tokens, or texts that are no content."""
+    has_text: bool = True
+    """Whether text may stand before and behind calls."""
+    one_alone: bool = False
+    """Whether a turn has one call at most."""
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def bare(value: Any) -> str:
+    return value if isinstance(value, str) else dumped(value)
+
+
+def objects(calls: Sequence[Call], key: str = "arguments") -> list[str]:
+    return [f'{{"name": "{name}", "{key}": {dumped(given)}}}' for name, given in calls]
+
+
+def each(call: str, argument: str, between: str = "") -> Callable[[Sequence[Call]], str]:
+    """Calls whose arguments are written one by one."""
+
+    def write(calls: Sequence[Call]) -> str:
+        written = []
+        for name, given in calls:
+            parts = [
+                argument.format(key=key, value=bare(one), text=str(isinstance(one, str)).lower())
+                for key, one in given.items()
+            ]
+            written.append(call.format(name=name, arguments="".join(parts)))
+        return between.join(written)
+
+    return write
+
+
+def dsml(block: str) -> Callable[[Sequence[Call]], str]:
+    write = each(
+        '<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>\n',
+        '<｜DSML｜parameter name="{key}" string="{text}">{value}</｜DSML｜parameter>\n',
+    )
+    return lambda calls: f"<｜DSML｜{block}>\n{write(calls)}</｜DSML｜{block}>"
+
+
+def minimax(calls: Sequence[Call]) -> str:
+    write = each(
+        '<invoke name="{name}">\n{arguments}</invoke>\n',
+        '<parameter name="{key}">{value}</parameter>\n',
+    )
+    return f"<minimax:tool_call>\n{write(calls)}</minimax:tool_call>"
+
+
+def kimi(calls: Sequence[Call]) -> str:
+    each_one = [
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+        f"{dumped(given)}<|tool_call_end|>"
+        for number, (name, given) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(each_one)}<|tool_calls_section_end|>"
+
+
+def deepseek(head: str, tail: str, between: str = "") -> Callable[[Sequence[Call]], str]:
+    def write(calls: Sequence[Call]) -> str:
+        each_one = [
+            f"<｜tool▁call▁begin｜>{head.format(name=name)}{dumped(given)}{tail}<｜tool▁call▁end｜>"
+            for name, given in calls
+        ]
+        return f"<｜tool▁calls▁begin｜>{between.join(each_one)}<｜tool▁calls▁end｜>"
+
+    return write
+
+
+def python_calls(calls: Sequence[Call]) -> str:
+    def argument(key: str, value: Any) -> str:
+        return f"{key}={value if isinstance(value, bool) else dumped(value)}"
+
+    each_one = [
+        f"{name}({', '.join(argument(*one) for one in given.items())})" for name, given in calls
+    ]
+    return f"[{', '.join(each_one)}]"
+
+
+def harmony(calls: Sequence[Call]) -> str:
+    return "<|end|><|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumped(given)}"
+        for name, given in calls
+    )
+
+
+DEEPSEEK_TAGS = tuple(
+    f"<｜tool▁{one}｜>" for one in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+)
+HARMONY_TAGS = tuple(
+    f"<|{one}|>" for one in ("channel", "start", "end", "message", "constrain", "call", "return")
+)
+KIMI_TAGS = (
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+FORMATS = {
+    "hermes": Format(
+        lambda calls: "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects(calls)),
+        'tools <tool_call>\\n{{\\"name\\": <function-name>, "arguments": <args-json-object>}}',
+        ("<tool_call>", "</tool_call>"),
+    ),
+    "qwen3_coder": Format(
+        each(
+            "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+            "<parameter={key}>\n{value}\n</parameter>\n",
+            "\n",
+        ),
+        "tools <tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
+        ("<tool_call>", "</tool_call>"),
+    ),
+    "glm45": Format(
+        each(
+            "<tool_call>{name}\n{arguments}</tool_call>",
+            "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+            "\n",
+        ),
+        "tools <tool_call>{function-name}\\n<arg_key>{{ k }}</arg_key>\\n<arg_value>",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>"),
+    ),
+    "glm47": Format(
+        each(
+            "<tool_call>{name}{arguments}</tool_call>",
+            "<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+        ),
+        "tools <tool_call>{function-name}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>"),
+    ),
+    "minimax_m2": Format(
+        minimax,
+        "tools <minimax:tool_call>\\n<invoke name=",
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "deepseek_v32": Format(
+        dsml("function_calls"),
+        "tools <｜DSML｜function_calls>",
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    ),
+    "deepseek_v4": Format(
+        dsml("tool_calls"),
+        "tools <｜DSML｜tool_calls>",
+        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    ),
+    "deepseek_v3": Format(
+        deepseek("function<｜tool▁sep｜>{name}\n```json\n", "\n```", "\n"),
+        "tools <｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n```json\\n'",
+        DEEPSEEK_TAGS,
+    ),
+    "deepseek_v31": Format(
+        deepseek("{name}<｜tool▁sep｜>", ""),
+        "tools <｜tool▁call▁begin｜>tool_call_name<｜tool▁sep｜>tool_call_arguments",
+        DEEPSEEK_TAGS,
+    ),
+    "kimi_k2": Format(kimi, "tools {{ id }}<|tool_call_argument_begin|>", KIMI_TAGS),
+    "mistral": Format(
+        lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{dumped(given)}" for name, given in calls),
+        "tools '[TOOL_CALLS]' + name + '[ARGS]' + arguments",
+        ("[TOOL_CALLS]", "[ARGS]"),
+    ),
+    "mistral_list": Format(
+        lambda calls: f"[TOOL_CALLS] [{', '.join(objects(calls))}]",
+        'tools [TOOL_CALLS] [ {"name": … "arguments": …',
+        ("[TOOL_CALLS]",),
+    ),
+    "granite": Format(
+        lambda calls: f"<|tool_call|>[{', '.join(objects(calls))}]",
+        'tools <|tool_call|> "name" "arguments"',
+        ("<|tool_call|>",),
+    ),
+    "phi4_mini_json": Format(
+        lambda calls: f"functools[{', '.join(objects(calls))}]",
+        'tools functools[{"name": [function name], "arguments": [arguments as JSON]}, ...]',
+        ("functools[",),
+    ),
+    "nemotron_json": Format(
+        lambda calls: f"<TOOLCALL>[{', '.join(objects(calls))}]</TOOLCALL>",
+        'tools <TOOLCALL>[{"name": "tool_name1", "arguments": "tool_args1"}]</TOOLCALL>',
+        ("<TOOLCALL>", "</TOOLCALL>"),
+    ),
+    "llama3_json": Format(
+        lambda calls: "; ".join(objects(calls, "parameters")),
+        'tools Respond in the format {"name": function name, "parameters": dictionary}',
+        ('{"name"',),
+    ),
+    "pythonic": Format(
+        python_calls,
+        "tools [func_name1(params_name1=params_value1)]",
+        ("[weather",),
+        has_text=False,
+    ),
+    "llama4_pythonic": Format(
+        lambda calls: f"<|python_start|>{python_calls(calls)}<|python_end|>",
+        "tools [func_name1(params_name1=params_value1)] <|python_start|>",
+        ("<|python_start|>", "<|python_end|>"),
+    ),
+    "openai": Format(
+        harmony,
+        "tools <|channel|>analysis<|message|>",
+        HARMONY_TAGS,
+        has_text=False,
+        one_alone=True,
+    ),
+}
+IN_TEXT = [name for name, one in FORMATS.items() if one.has_text]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = byte_level_tokenizer()
+    special = {tag for one in FORMATS.values() for tag in one.tags if tag[0] in "<["}
+    special -= {"[weather", "[TOOL_CALLS]", "<tool_call>", "<arg_key>"}
+    made.add_special_tokens([AddedToken(one, special=True) for one in sorted(special)])
+    made.add_tokens([AddedToken(one) for one in ("｜DSML｜", "<tool_call>", "<arg_key>")])
+    return made
+
+
+def parser_of(name: str, *, is_whole: bool = False) -> OutputParser:
+    return TOOL_FORMATS[name].parser(SCHEMAS, is_whole)
+
+
+def parse(
+    parser: OutputParser, chunks: Sequence[str], *, is_cut: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
+    """The content, and the name and arguments of each call."""
+    pieces: list[OutputPiece] = []
+    for chunk in chunks:
+        pieces += parser.push(chunk)
+    return merged([*pieces, *parser.finish(is_cut=is_cut)])
+
+
+def merged(pieces: Sequence[OutputPiece]) -> tuple[str, list[tuple[str, str]]]:
+    calls: list[tuple[str, str]] = []
+    for piece in pieces:
+        if piece.name:
+            assert piece.call == len(calls), "each call begins once, in order"
+            calls.append((piece.name, ""))
+        if piece.call is not None:
+            assert piece.call == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    assert not any(piece.reasoning for piece in pieces)
+    return "".join(piece.content for piece in pieces), calls
+
+
+def read(
+    name: str, chunks: Sequence[str], *, is_whole: bool = False, is_cut: bool = False
+) -> tuple[str, list[Call]]:
+    content, calls = parse(parser_of(name, is_whole=is_whole), chunks, is_cut=is_cut)
+    return content, [(called, json.loads(arguments)) for called, arguments in calls]
+
+
+def tokens_of(text: str, tokenizer: Tokenizer) -> list[str]:
+    """A text in the pieces that its tokens add to it."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    ends = [
+        tokenizer.decode(ids[: end + 1], skip_special_tokens=False).rstrip("\ufffd")
+        for end in range(len(ids))
+    ]
+    assert ends[-1] == text
+    return [now[len(before) :] for before, now in zip(["", *ends], ends, strict=False)]
+
+
+def cuts(pieces: Sequence[str]) -> Iterator[list[str]]:
+    yield list(pieces)
+    for at in range(1, len(pieces)):
+        yield ["".join(pieces[:at]), "".join(pieces[at:])]
+
+
+def test_the_table_has_all_formats() -> None:
+    assert FORMATS.keys() == TOOL_FORMATS.keys()
+    assert {one.value for one in ToolParser} == {"auto", "none", *FORMATS}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_however_they_are_cut(name: str, tokenizer: Tokenizer) -> None:
+    for calls in (PLAIN, TWO, NO_ARGUMENTS):
+        text = FORMATS[name].write(calls)
+        assert read(name, [text], is_whole=True) == ("", calls)
+        for chunks in cuts(tokens_of(text, tokenizer)):
+            assert read(name, chunks) == ("", calls), chunks
+
+
+@pytest.mark.parametrize("name", IN_TEXT)
+def test_text_before_and_behind(name: str, tokenizer: Tokenizer) -> None:
+    text = f"I look. <b> [x]\n\n{FORMATS[name].write(TWO)}\nThen I say 🎉."
+    for chunks in cuts(tokens_of(text, tokenizer)):
+        content, calls = read(name, chunks)
+        assert calls == TWO
+        assert content == "I look. <b> [x]\nThen I say 🎉." or name == "llama3_json"
+    assert read(name, [text], is_whole=True)[1] == TWO
+
+
+@pytest.mark.parametrize("name", IN_TEXT)
+def test_markup_in_quotes_is_no_call(name: str) -> None:
+    """Within an argument it is the argument's, and behind a backtick it is content."""
+    text = FORMATS[name].write(TWO)
+    if name != "llama3_json":
+        quoted = f"Write `{FORMATS[name].tags[0]}` before a call."
+        for chunks in ([quoted], list(quoted)):
+            assert read(name, chunks) == (quoted, [])
+    calls: list[Call] = [
+        ("weather", {"city": f"a {text} b\n", "note": "</parameter> </arg_value>"})
+    ]
+    for chunks in ([FORMATS[name].write(calls)], list(FORMATS[name].write(calls))):
+        if name not in (
+            "glm45",
+            "glm47",
+            "qwen3_coder",
+            "minimax_m2",
+            "deepseek_v32",
+            "deepseek_v4",
+        ):
+            assert read(name, chunks) == ("", calls)
+    ends: list[Call] = [
+        ("weather", {"city": "</parameter> </arg_value> x </tool_call>", "days": 1})
+    ]
+    written = FORMATS[name].write(ends)
+    for chunks in ([written], list(written)):
+        assert read(name, chunks) == ("", ends)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_text_is_read_alike_however_it_is_cut(name: str) -> None:
+    random, form = Random(name), FORMATS[name]
+    text = form.write(TWO)
+    parts = [text, form.write(PLAIN), *form.tags, *re.findall(r"<[^<>]*>|\[[A-Z]+\]", text)]
+    parts += ["{", "}", '"', "[", "]", "`", ",", ";", ":", " ", "\n", "x", "null", "weather", "<"]
+    for is_whole, is_cut in ((False, False), (True, False), (True, True)):
+        for _ in range(40):
+            text = "".join(random.choices(parts, k=random.randint(1, 9)))
+            at = random.randint(0, len(text))
+            expected, *others = [
+                parse(parser_of(name, is_whole=is_whole), chunks, is_cut=is_cut)
+                for chunks in ([text], list(text), [text[:at], text[at:]])
+            ]
+            assert others == [expected] * 2, text
+            if is_whole:
+                assert all(is_json(arguments) for _, arguments in expected[1])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_cut_off_leaves_nothing(name: str, tokenizer: Tokenizer) -> None:
+    """Of calls before it nothing is lost, and no part of a tag becomes content."""
+    pieces = tokens_of(FORMATS[name].write(TWO), tokenizer)
+    for number in range(1, len(pieces)):
+        content, calls = read(name, pieces[:number], is_whole=True, is_cut=True)
+        if len(content) > 1:
+            assert name in ("pythonic", "llama3_json"), content
+            assert not calls
+        assert calls == TWO[: len(calls)]
+        begun = parse(parser_of(name), pieces[:number], is_cut=True)[1]
+        assert len(calls) <= len(begun) <= len(calls) + 1 or name == "llama4_pythonic"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_that_are_no_json_are_content(name: str) -> None:
+    text = FORMATS[name].write(PLAIN).replace('"city":', "city:")
+    content, calls = read(name, [text], is_whole=True)
+    assert "Köln" in content or calls == PLAIN, "what stands between tags is text"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_in_a_string_are_unwrapped(name: str) -> None:
+    text = FORMATS[name].write(PLAIN)
+    arguments = dumped(PLAIN[0][1])
+    if arguments in text:
+        wrapped = text.replace(arguments, dumped(arguments))
+        for chunks in ([wrapped], list(wrapped)):
+            assert read(name, chunks) == ("", PLAIN)
+
+
+class Counted:
+    """Counts the lines of Python that run, and the characters that are held back meanwhile."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    def trace(self, _frame: FrameType, event: str, _argument: object) -> Any:
+        self.lines += event == "line"
+        return self.trace
+
+    def push(self, parser: OutputParser, piece: str) -> Sequence[OutputPiece]:
+        self.lines = 0
+        before = sys.gettrace()
+        sys.settrace(self.trace)
+        try:
+            return parser.push(piece)
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_work_for_a_piece_does_not_grow(name: str) -> None:
+    """Neither the lines that run grow, nor the text that they look at: 400 kB of arguments."""
+    before, _, behind = FORMATS[name].write([("weather", {"city": "@"})]).partition("@")
+    parser, counted, lines = parser_of(name), Counted(), list[int]()
+    pieces = [*parser.push(before)]
+    source = vars(vars(parser).get("_tagged", parser)).get("_source")
+    for number in range(6_400):
+        piece = f"{'wörd <, }' * 7}{number % 10}"
+        if number in (100, 3_000, 6_300):
+            pieces += counted.push(parser, piece)
+            lines.append(counted.lines)
+        else:
+            pieces += parser.push(piece)
+        if source is not None:
+            assert len(source.text) < 64
+    assert max(lines) < 200
+    assert lines[-1] <= lines[1] + 20
+    content, calls = merged([*pieces, *parser.push(behind), *parser.finish()])
+    is_long = name in ("pythonic", "llama4_pythonic")
+    assert len(content) > 400_000 if is_long else len(calls[0][1]) > 400_000
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=[400])
+    return GrammarCompiler(lambda: vocabulary)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_must_come_is_written_in_the_format(
+    name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    special = TokenTexts(tokenizer).unspelled_ids
+
+    def forced(most: int | None) -> Any:
+        grammar = CallGrammar(SCHEMAS, most, special)
+        source = grammar.lark(TOOL_FORMATS[name].grammar(grammar))
+        return compiler.compile(StructuredOutput(grammar=source))
+
+    any_number, one = forced(None), forced(1)
+
+    def takes(calls: Sequence[Call], most: int | None = None) -> bool:
+        matcher = (one if most else any_number).deep_copy()
+        text = FORMATS[name].write(calls)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
+
+    assert takes(PLAIN)
+    assert takes(NO_ARGUMENTS)
+    assert takes([("time", {"zone": "UTC", "at": "12:30"})])
+    assert takes([("weather", {"city": "</x> \"q\" 'q'\n", "note": "n"})])
+    assert takes(TWO) is not FORMATS[name].one_alone
+    assert not takes(TWO, most=1)
+    assert not takes([])
+    assert not takes([("other", {"city": "x"})])
+    assert not takes([("weather", {"days": 3})]), "city is required"
+    assert not takes([("weather", {"city": "x", "days": "three"})])
+    assert not takes([("weather", {"city": "x", "note": "n" * 201})])
+    assert not takes([("time", {"zone": "EST"})])
+    assert not takes([("time", {"at": "noon"})])
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].opening])
+def test_a_call_that_may_come_is_held_to_its_schema(
+    name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """From its tag on; text before, between and behind is free, and may have tags of reasoning."""
+    form, write = TOOL_FORMATS[name], FORMATS[name].write
+    special = TokenTexts(tokenizer).unspelled_ids
+
+    def takes(text: str, most: int | None = None) -> bool:
+        grammar = CallGrammar(SCHEMAS, most, special, form.opening)
+        source = grammar.in_text(form.grammar(grammar), ["<|tool|>", "<think>"])
+        matcher = compiler.compile(StructuredOutput(grammar=source))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
+
+    assert takes("No call <b> [at] all.")
+    assert takes(f"<|tool|>Hm.<|tool|>I look.\n{write(TWO)}")
+    assert takes(f"{write(PLAIN)}\n{write(NO_ARGUMENTS)} Done.")
+    assert not takes(write([("weather", {"days": 3})]))
+    assert not takes(f"I look. {write([('other', {'city': 'x'})])}")
+    assert not takes(f"{write(PLAIN)}{write(PLAIN)}", most=1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_format_is_read_from_the_template(name: str) -> None:
+    assert format_of(FORMATS[name].template) is TOOL_FORMATS[name]
+    assert format_of(FORMATS[name].template.replace("tools", "")) is None

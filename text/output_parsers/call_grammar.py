@@ -1,0 +1,280 @@
+"""Grammars of outputs that are calls alone, in Lark's form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
+
+from kvrelay.text.output_parsers.marked_arguments import Marks, Schema, Schemas, followed, types_of
+
+_ARGUMENTS: Final = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
+)
+"""The keywords of arguments that can be told one by one."""
+_OF_TEXT: Final = frozenset({"type", "minLength", "maxLength", "pattern"})
+_DEFINITIONS: Final = ("$defs", "definitions")
+_KEY: Final = re.compile(r"[^\s<>\"]+")
+_ANY_TEXT: Final = r"(.|\n)"
+ANY_TEXT: Final = f"/{_ANY_TEXT}*/"
+"""Any text, as a part of a grammar."""
+
+
+_MOST_RULES: Final = 5000
+
+
+class NoGrammarError(Exception):
+    """The tools' schemas cannot be told in a format."""
+
+
+class CallGrammar:
+    """A grammar of calls that is written rule by rule.
+
+    Args:
+        schemas: the schemas of the functions that may be called.
+        most: the most calls; None: any number.
+        special: the ids of the vocabulary's special tokens by their text, which no other token has.
+        opening: the text that begins calls, if it comes from elsewhere; empty: it is written here.
+    """
+
+    def __init__(
+        self, schemas: Schemas, most: int | None, special: Mapping[str, int], opening: str = ""
+    ) -> None:
+        self._opening = opening
+        self._is_opened = False
+        """A text was to begin with `opening`: if before `row` is called, each call has its own."""
+        self.schemas = schemas
+        self._most = most
+        self._special = special
+        parts = sorted(special, key=len, reverse=True)
+        self._parts = re.compile("|".join(map(re.escape, parts))) if parts else None
+        self._rules: list[str] = []
+        self._num_looked_at = 0
+        """The schemas of arguments that were looked at: references may lead round in circles."""
+
+    def text(self, text: str) -> str:
+        """A fixed text of the format."""
+        if self._opening and text.startswith(self._opening):
+            self._is_opened = True
+            text = text.removeprefix(self._opening)
+        return self._fixed(text)
+
+    def _fixed(self, text: str) -> str:
+        """A fixed text, whose special tokens are these."""
+        parts, end = [], 0
+        for found in self._parts.finditer(text) if self._parts is not None else ():
+            parts += [_quoted(text[end : found.start()]), f"<[{self._special[found[0]]}]>"]
+            end = found.end()
+        return " ".join([part for part in (*parts, _quoted(text[end:])) if part])
+
+    def json(self, schema: Schema) -> str:
+        """A value by a schema, in JSON."""
+        return self._rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+    def one_of(self, alternatives: Iterable[str]) -> str:
+        """One of some alternatives."""
+        return self._rule(" | ".join(alternatives))
+
+    def each(self, call: Callable[[str, Schema], str]) -> str:
+        """A call of one of the functions, each written by `call` from its name and schema."""
+        return self.one_of([call(name, schema) for name, schema in self.schemas.items()])
+
+    def in_text(self, calls: str, allowed: Iterable[str]) -> str:
+        """The whole grammar of any text with calls in it, from their opening on.
+
+        Where one call is the most, it ends the text.
+
+        Args:
+            calls: the calls behind an opening.
+            allowed: special tokens that the text may have.
+        """
+        tokens = [f"<[{self._special[one]}]>" for one in allowed if one in self._special]
+        free = f"({' | '.join([f'/{_ANY_TEXT}+/', *tokens])})*" if tokens else ""
+        held = self.sequence(free, self.up_to(ANY_TEXT, self._opening), calls)
+        text = free or ANY_TEXT
+        return self.lark(f"{held} | {text}" if self._most == 1 else f"({held})* {text}")
+
+    def sequence(self, *parts: str) -> str:
+        """One part after the other."""
+        return " ".join([part for part in parts if part])
+
+    def row(self, call: str, between: str = "") -> str:
+        """One or more calls, with a fixed text between."""
+        if self._most == 1 or self._is_opened:
+            return call
+        return f"{call} ({self.text(between)} {call})*"
+
+    def lark(self, start: str) -> str:
+        """The whole grammar."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def marked(self, schema: Schema, marks: Marks, between: str = "", key: str = "{}") -> str:
+        """Arguments between tags, in the order of the schema, with a fixed text behind each.
+
+        Args:
+            schema: the schema of all arguments.
+            marks: the tags.
+            between: the text between the parts of an argument, and behind it.
+            key: the text from `marks.argument` to `marks.key_end`, with the name in it.
+        """
+        properties, required = _arguments_of(schema)
+        padding = "\n" if marks.is_padded else ""
+        end = f"{padding}{marks.value_end}"
+        parts = []
+        for name, described in properties.items():
+            if not _KEY.fullmatch(name):
+                raise NoGrammarError
+            texts, others = self._alternatives(described, schema, end)
+            by_key: dict[str, list[str]] = {}
+            """The values by the text before them, which may tell whether the value is a string."""
+            for is_text, one in [("true", one) for one in texts] + [
+                ("false", one) for one in others
+            ]:
+                by_key.setdefault(key.format(name, is_text), []).append(one)
+            written = []
+            for named, values in by_key.items():
+                behind = between if marks.value else ""
+                before = f"{marks.argument}{named}{marks.key_end}{behind}{marks.value}{padding}"
+                written.append(self.sequence(self.text(before), self.one_of(values)))
+            part = self.sequence(self.one_of(written), self.text(between))
+            parts.append(part if name in required else f"({part})?")
+        return self.sequence(*parts) or '""'
+
+    def value(self, described: Schema, root: Schema) -> str:
+        """A value by a part of a schema, in JSON."""
+        shared = {name: root[name] for name in _DEFINITIONS if name in root}
+        return self.json({**shared, **described})
+
+    def _alternatives(self, described: Any, root: Schema, end: str) -> tuple[list[str], list[str]]:
+        """The texts that a value may be, and its values in JSON, each with its end."""
+        self._num_looked_at += 1
+        if not isinstance(described, Mapping) or self._num_looked_at > _MOST_RULES:
+            raise NoGrammarError
+
+        def in_json(schema: Schema) -> list[str]:
+            return [self.sequence(self.value(schema, root), self.text(end))]
+
+        if "string" not in types_of(described, root):
+            return [], in_json(described)
+        inner = followed(described, root)
+        if inner is not None and len(described) == 1:
+            return self._alternatives(inner, root, end)
+        values = [described["const"]] if "const" in described else described.get("enum")
+        if isinstance(values, list) and not described.keys() - {"enum", "const", "type"}:
+            others = [one for one in values if not isinstance(one, str)]
+            texts = [self._fixed(one + end) for one in values if isinstance(one, str)]
+            return texts, in_json({"enum": others}) if others else []
+        for name in ("anyOf", "oneOf"):
+            if described.keys() == {name} and isinstance(described[name], list):
+                each = [self._alternatives(one, root, end) for one in described[name]]
+                return [one for texts, _ in each for one in texts], [
+                    one for _, others in each for one in others
+                ]
+        types = described.get("type")
+        if not described or (isinstance(types, list) and len(described) == 1):
+            rest = [one for one in types or () if one != "string"]
+            return [self._text_until(end)], in_json({"type": rest}) if rest else []
+        if types != "string" or described.keys() - _OF_TEXT:
+            raise NoGrammarError
+        return [self._text_until(end, described)], []
+
+    def up_to(self, text: str, end: str) -> str:
+        """A text, a regular expression of which is given, up to where another first comes."""
+        if self._parts_of(end) != [end]:
+            return self.sequence(text, self._fixed(end))
+        number = len(self._rules)
+        self._rules.append(f"lazy_{number}[lazy]: {text} {_quoted(end)}")
+        return f"lazy_{number}"
+
+    def _text_until(self, end: str, bounds: Mapping[str, Any] | None = None) -> str:
+        """A text within the bounds of a string's schema, and its end, which it does not have."""
+        bounds = bounds or {}
+        least, most = bounds.get("minLength", 0), bounds.get("maxLength", "")
+        conditions = [f"/{_ANY_TEXT}{{{least},{most}}}/"]
+        if "pattern" in bounds:
+            conditions.append(_searched(bounds["pattern"]))
+        number = len(self._rules)
+        is_special = self._parts_of(end) != [end]
+        self._rules.append(f"TEXT_{number}: {' & '.join(conditions)}")
+        if is_special:
+            return f"TEXT_{number} {self.text(end)}"
+        self._rules.append(f"until_{number}[suffix={json.dumps(end)}]: TEXT_{number}")
+        return f"until_{number}"
+
+    def _parts_of(self, text: str) -> list[str]:
+        return self._parts.split(text) if self._parts is not None else [text]
+
+    def _rule(self, body: str) -> str:
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+
+def _arguments_of(schema: Schema) -> tuple[Mapping[str, Any], Collection[str]]:
+    """The schemas of arguments that can be told one by one, and the names of those that must be."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.keys() - _ARGUMENTS or schema.get("additionalProperties"):
+        raise NoGrammarError
+    if not isinstance(properties, Mapping) or not set(required) <= properties.keys():
+        raise NoGrammarError
+    return properties, required
+
+
+def simple_arguments(
+    grammar: CallGrammar, schema: Schema, argument: Callable[[str, Any], str], between: str
+) -> str:
+    """Arguments in the order of their schema, each written by `argument`, with a text between."""
+    properties, required = _arguments_of(schema)
+    first = behind = '""'
+    for name, described in reversed(list(properties.items())):
+        written = argument(name, described)
+        one = grammar.sequence(written, behind)
+        other = grammar.sequence(grammar.text(between), written, behind)
+        if name in required:
+            first, behind = grammar.one_of([one]), grammar.one_of([other])
+        else:
+            first, behind = grammar.one_of([one, first]), grammar.one_of([other, behind])
+    return first
+
+
+def call_object(
+    grammar: CallGrammar, before: str = "", behind: str = "", key: str = "arguments"
+) -> str:
+    """A call as a JSON object with the name and the arguments, between fixed texts."""
+
+    def call(name: str, schema: Schema) -> str:
+        named = f'{{"name": {json.dumps(name)}, "{key}": '
+        return grammar.sequence(
+            grammar.text(before + named), grammar.json(schema), grammar.text("}" + behind)
+        )
+
+    return grammar.each(call)
+
+
+def invocation(grammar: CallGrammar, marks: Marks, key: str = "{}") -> str:
+    """A call with its arguments between tags, each on a line of its own."""
+
+    def call(name: str, schema: Schema) -> str:
+        return grammar.sequence(
+            grammar.text(f"{marks.call}{name}{marks.name_end}\n"),
+            grammar.marked(schema, marks, "\n", key),
+            grammar.text(f"{marks.call_end}\n"),
+        )
+
+    return grammar.each(call)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _searched(pattern: str) -> str:
+    """A regular expression that finds a pattern anywhere in a text."""
+    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    bare = pattern[begins : len(pattern) - ends]
+    if "|" in bare and (begins or ends):
+        raise NoGrammarError  # the anchor may be one alternative's alone
+    bare = re.sub(r"(?<!\\)/", r"\\/", bare)
+    before, behind = "" if begins else f"{_ANY_TEXT}*", "" if ends else f"{_ANY_TEXT}*"
+    return f"/{before}(?:{bare}){behind}/"

@@ -1,0 +1,128 @@
+"""The format of gpt-oss, harmony: messages in channels, of which one is a call's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from typing import Final
+
+from kvrelay.text.output_parsers.call_blocks import Source, ToldCalls
+from kvrelay.text.output_parsers.call_grammar import CallGrammar
+from kvrelay.text.output_parsers.json_readers import read_arguments
+from kvrelay.text.output_parsers.marked_arguments import Schema
+from kvrelay.text.output_parsers.pieces import OutputPiece
+from kvrelay.text.output_parsers.tool_format import ToolFormat
+
+_CHANNEL: Final = "<|channel|>"
+_MESSAGE: Final = "<|message|>"
+_START: Final = "<|start|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT: Final = re.compile(r"to=([^\s<]+)")
+_NAMED: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_PEOPLE: Final = ("assistant", "user", "all")
+
+
+class HarmonyParser:
+    """A parser of harmony: reasoning in the channel `analysis`, content, and calls of tools.
+
+    A text without channels is content.
+
+    Args:
+        is_whole: tell a call when it is complete, and only if its arguments are JSON.
+    """
+
+    def __init__(self, *, is_whole: bool = False) -> None:
+        self._source = Source()
+        self._calls = ToldCalls(is_whole=is_whole)
+        self._pieces: list[OutputPiece] = []
+        self._reading = self._messages()
+        self._has_reasoning = self._has_content = False
+
+    def push(self, text: str) -> Sequence[OutputPiece]:
+        """The pieces that are certain after some more text."""
+        self._source.text += text
+        return self._read_on()
+
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
+        """The remaining pieces; a call that was cut off is none."""
+        self._source.has_ended, self._source.is_cut = True, is_cut
+        return self._read_on()
+
+    def _read_on(self) -> list[OutputPiece]:
+        next(self._reading, None)
+        pieces = [*self._pieces, *self._calls.take()]
+        self._pieces = []
+        return pieces
+
+    def _messages(self) -> Generator[None, None, None]:
+        source = self._source
+        while not (source.has_ended and not source.text):
+            source.begin("")
+            header = ""
+            if begins := (yield from source.skip(_CHANNEL, _START, "to=")):
+                source.give_back(begins)
+                header, tag = yield from source.until(_MESSAGE)
+                if not tag:
+                    if not source.has_ended:
+                        self._add(header, is_reasoning=False)
+                    continue
+            yield from self._message(header)
+
+    def _message(self, header: str) -> Generator[None, None, None]:
+        """Read a message behind its header, and its end."""
+        channel, recipient = _NAMED.search(header), _RECIPIENT.search(header)
+        name = recipient[1].removeprefix("functions.") if recipient is not None else ""
+        if name and name not in _PEOPLE:
+            yield from self._call(name)
+        is_reasoning = channel is not None and channel[1] == "analysis"
+        is_first = True
+        while True:
+            text, tag = yield from self._source.until(*_ENDS, _START, _CHANNEL, most=0)
+            if name and is_first:  # white space behind a call is none of its
+                text = text.lstrip()
+            if text:
+                self._add(text, is_reasoning=is_reasoning, is_first=is_first)
+                is_first = False
+            if tag in (_START, _CHANNEL):
+                self._source.give_back(tag)
+            if tag or self._source.has_ended:
+                return
+
+    def _call(self, name: str) -> Generator[None, None, None]:
+        """Read a message that is a call; what is none stays, as a message."""
+        source = self._source
+        source.begin("")
+        is_call = yield from read_arguments(source, self._calls, name)
+        self._pieces += self._calls.take()
+        if is_call or not self._calls.drop():
+            return
+        if not source.is_cut:
+            source.give_back(source.taken)
+
+    def _add(self, text: str, *, is_reasoning: bool, is_first: bool = True) -> None:
+        """Add to the reasoning or to the content; each message of these begins a line."""
+        has_before = self._has_reasoning if is_reasoning else self._has_content
+        text = f"\n{text}" if is_first and has_before else text
+        if is_reasoning:
+            self._has_reasoning = True
+            self._pieces.append(OutputPiece(reasoning=text))
+        else:
+            self._has_content = True
+            self._pieces.append(OutputPiece(content=text))
+
+
+def _grammar(grammar: CallGrammar) -> str:
+    def call(name: str, schema: Schema) -> str:
+        header = f"{_CHANNEL}commentary to=functions.{name} <|constrain|>json{_MESSAGE}"
+        return grammar.sequence(grammar.text(header), grammar.json(schema))
+
+    return grammar.each(call)
+
+
+HARMONY: Final = ToolFormat(
+    "openai",
+    lambda _schemas, is_whole: HarmonyParser(is_whole=is_whole),
+    _grammar,
+    lambda template: _CHANNEL in template,
+    tells_reasoning=True,
+)
