@@ -136,8 +136,9 @@ class RouterOptions(ObservingOptions):
     max_unread_bytes: int = option(
         8 << 20,
         "The router ends the stream of a client for which more bytes than this wait, because it "
-        "reads too slowly. An HTTP answer that is not streamed has no more for each prompt. A "
-        "request of a live one's id gets the whole stream as long as it has no more.",
+        "reads too slowly. An HTTP answer that is not streamed has no more for each prompt. A live "
+        "request keeps no more of what its readers have read; after that, a call with its id "
+        "cannot join it.",
         Section.REQUESTS,
         at_least=1,
     )

@@ -99,7 +99,10 @@ class NotPermitted(RequestError):  # noqa: N818
 
 
 class AlreadyExists(RequestError):  # noqa: N818
-    """A live request with this id and another body, or one of a session that was closed."""
+    """A live request with this id that the call cannot join.
+
+    It has another body, is of a session that was closed, or no longer has its output's beginning.
+    """
 
     outcome = "conflict"
 

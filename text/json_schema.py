@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
+from urllib.parse import urljoin
 
 from kvrelay.text.regex_classes import ascii_classes
 
@@ -109,28 +111,70 @@ def without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 def refer_below(schema: dict[str, Any], place: str) -> None:
     """Change the references of a schema to where they lead once it lies at `place` in another.
 
+    Every schema in it that has an `$id` loses it: references lead there by their place.
+
     Args:
         schema: the schema, a root until now; it is changed.
         place: a JSON pointer into the other one.
-
-    Raises:
-        ValueError: a schema inside has an `$id`, from which its references lead elsewhere.
     """
-    own, suffix = schema.pop("$id", None), re.sub(r"\W", "-", place)
-    for one in list(_all(schema)):
-        if "$id" in one:
-            raise ValueError(f"has an $id below its root, {json.dumps(one['$id'])[:64]}")
-        if isinstance(one.get("$anchor"), str):
-            one["$anchor"] += suffix  # another schema there may have the same
-        target = one.get("$ref")
-        if not isinstance(target, str):
+    found: dict[int, tuple[dict[str, Any], str]] = {}
+    """The schemas, each with the URI that its references begin from."""
+    resources: dict[str, tuple[dict[str, Any], str]] = {}
+    """The schemas that a URI names, each with its place."""
+    waiting: list[tuple[Any, str, str]] = [(schema, "", place)]
+    while waiting:
+        for one, base, where in waiting:
+            _find(one, base, where, found, resources)
+        waiting = []
+        for one, base in found.values():  # those elsewhere that references lead to
+            uri, pointer = _resolved(base, one.get("$ref"))
+            if uri in resources and pointer.startswith("/"):
+                resource, where = resources[uri]
+                target = _at(resource, pointer)
+                if isinstance(target, dict) and id(target) not in found:
+                    waiting.append((target, uri, where + pointer))
+    for one, base in found.values():
+        if isinstance(one.get("$anchor"), str):  # another schema there may have the same
+            one["$anchor"] += _suffix(resources[base][1])
+        uri, pointer = _resolved(base, one.get("$ref"))
+        if isinstance(one.get("$ref"), str) and uri in resources:
+            where = resources[uri][1]
+            is_anchor = pointer and not pointer.startswith("/")
+            one["$ref"] = f"#{pointer}{_suffix(where)}" if is_anchor else f"#{where}{pointer}"
+    for one, _ in found.values():
+        one.pop("$id", None)
+
+
+def _find(
+    root: dict[str, Any],
+    base: str,
+    place: str,
+    found: dict[int, tuple[dict[str, Any], str]],
+    resources: dict[str, tuple[dict[str, Any], str]],
+) -> None:
+    """Find a schema and all inside it, for `refer_below`."""
+    waiting: list[tuple[Any, str, str]] = [(root, base, place)]
+    while waiting:
+        one, base, place = waiting.pop()
+        if not isinstance(one, dict) or id(one) in found:
             continue
-        if isinstance(own, str) and target.startswith(own):
-            target = target.removeprefix(own) or "#"
-        if target == "#" or target.startswith("#/"):
-            one["$ref"] = f"#{place}{target[1:]}"
-        elif target.startswith("#"):
-            one["$ref"] = target + suffix
+        base, _ = _resolved(base, one.get("$id"))
+        resources.setdefault(base, (one, place))
+        found[id(one)] = one, base
+        for steps, inner in steps_in(one):
+            waiting.append((inner, base, "/".join([place, *map(_escaped, steps)])))
+
+
+def _suffix(place: str) -> str:
+    return re.sub(r"\W", "-", place)
+
+
+def _resolved(base: str, reference: Any) -> tuple[str, str]:
+    """The URI and the fragment that a reference means in a schema of the URI `base`."""
+    uri, _, fragment = reference.partition("#") if isinstance(reference, str) else ("", "", "")
+    with contextlib.suppress(ValueError):  # it is no URI, and names something all the same
+        return urljoin(base, uri) if uri else base, fragment
+    return uri, fragment
 
 
 def steps_in(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -188,11 +232,17 @@ def _parts(schemas: list[dict[str, Any]], root: dict[str, Any]) -> set[int]:
 
 def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
     """The schema that one refers to; None: none that is known here."""
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+    if not isinstance(schema.get("$ref"), str):
         return None
-    found: Any = root
-    for step in reference.split("/")[1:]:
+    base, _ = _resolved("", root.get("$id"))
+    uri, pointer = _resolved(base, schema["$ref"])
+    return _at(root, pointer) if uri == base and (pointer + "/").startswith("/") else None
+
+
+def _at(schema: dict[str, Any], pointer: str) -> Any:
+    """The part of a schema at a JSON pointer; None: there is none."""
+    found: Any = schema
+    for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
             found = found[int(name)]

@@ -13,6 +13,7 @@ from kvrelay.deploy.bounded_waits import LONGEST_SECONDS, Pauses, is_done_within
 from kvrelay.deploy.nodes.left_over import named_actor
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.deploy.nodes.worker_host import BUILDERS, WorkerHost, actor_class
+from kvrelay.deploy.nodes.worker_process import ProcessIdentity
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.wire.worker_info import WorkerInfo
 
@@ -67,7 +68,9 @@ class WorkerActor:
         """Call the actor until it answers, if need be in a new process.
 
         The worker has started before with this configuration, so a failure is taken as temporary.
-        The call is repeated in a fresh process, after ever longer pauses.
+        The call is repeated in a fresh process, after ever longer pauses. Ray starts one by itself
+        when a process dies meanwhile, and calls that one unavailable like one out of reach. So each
+        process is asked for its identity first.
 
         Args:
             method: the method, which is called without arguments.
@@ -77,8 +80,18 @@ class WorkerActor:
             on_failure: called whenever a process has failed.
         """
         name, pauses = self.config.name, Pauses(longest_pause_seconds)
+        called: ProcessIdentity | None = None  # the process whose fate is unknown
+
+        async def call() -> T:
+            nonlocal called
+            before, called = called, await self.call(WorkerHost.process)
+            if before is not None and before != called:
+                _log.info("%s died before it had answered", name)
+                on_failure()
+            return await self.call(method)
+
         while True:
-            answer = asyncio.create_task(self.call(method))
+            answer = asyncio.create_task(call())
             try:
                 if await is_done_within(answer, seconds):
                     return answer.result()
@@ -97,17 +110,23 @@ class WorkerActor:
                 self.restart()
             finally:
                 answer.cancel()
+            called = None
             on_failure()
             await pauses.pause()
 
-    async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:
+    async def ask_who_it_is(
+        self, *, seconds: float, on_failure: Callable[[], object] = lambda: None
+    ) -> WorkerInfo | None:
         """Ask until the process answers; None: no worker has started in it yet.
 
         The answer takes a process no time, so one that has not answered after `seconds` is killed.
         Ray fails calls until it has noticed that a process has ended, so the pauses are short.
         """
         return await self.call_until_answered(
-            WorkerHost.current, seconds=seconds, longest_pause_seconds=_ASK_AGAIN_SECONDS
+            WorkerHost.current,
+            seconds=seconds,
+            longest_pause_seconds=_ASK_AGAIN_SECONDS,
+            on_failure=on_failure,
         )
 
     def why(self, error: Exception) -> str:

@@ -112,6 +112,10 @@ class GrammarMasks:
     def _renewed(self, state: TokenState, before: GrammarProgress | None) -> GrammarProgress:
         """The grammar at its beginning; the one before, as long as that can go on meanwhile."""
         wanted = _wanted_by(state)
+        if before is not None and before.num_filled:  # another one of its own
+            compiled = self._grammars.compile_apart(wanted)
+            if (matcher := compiled.new_matcher()) is not None:
+                return GrammarProgress(compiled, matcher, before)
         while True:
             future = self._grammars.prepare(wanted, is_awaited=True)
             if before is not None and not before.error and not future.done():
@@ -120,7 +124,7 @@ class GrammarMasks:
             compiled = future.result()
             matcher = compiled.new_matcher()
             if matcher is not None:
-                return GrammarProgress(compiled, matcher)
+                return GrammarProgress(compiled, matcher, before)
 
     def _compute(self, wanted: Sequence[Wanted]) -> Mapping[int, Allowed]:
         """Compute the masks of all items; a grammar's error affects its own item alone."""

@@ -26,16 +26,17 @@ class GrammarProgress:
     Args:
         compiled: the grammar.
         matcher: a new matcher of it.
-        failed: the same output's before, whose lexer has failed; None: none has.
+        before: the same output's before, whose lexer has failed or learnt too much; None: none.
     """
 
     def __init__(
-        self, compiled: CompiledGrammar, matcher: LLMatcher, failed: GrammarProgress | None = None
+        self, compiled: CompiledGrammar, matcher: LLMatcher, before: GrammarProgress | None = None
     ) -> None:
         self.compiled = compiled
-        self._num_filled: int = (
-            0 if failed is None else failed._num_filled + (not failed._is_shared)
-        )
+        self.num_filled: int = 0 if before is None else before.num_filled
+        """The lexers of its own that the output has filled."""
+        if before is not None and before.error and not before._is_shared:
+            self.num_filled += 1
         self.matcher = matcher
         self.successor: Future[CompiledGrammar] | None = None
         """The same grammar while it is compiled anew, held so that it is there later."""
@@ -60,7 +61,7 @@ class GrammarProgress:
         if self._is_shared:
             return _FULL in self.error or _OF_LEXER in self.error
         most = _FULL_AT_ONCE + self._num_tokens // _TOKENS_A_LEXER
-        return _FULL in self.error and self._num_filled < most
+        return _FULL in self.error and self.num_filled < most
 
     @property
     def _is_shared(self) -> bool:

@@ -21,6 +21,7 @@ from kvrelay.router.placement.fleet import Fleet
 from kvrelay.router.requests.live_limits import FIELD
 from kvrelay.text.grammar import GrammarError
 from kvrelay.text.grammar_checker import GrammarChecker
+from kvrelay.text.output_parsers.formats import form_beside_calls
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.messages import STRUCTURED_OUTPUT
 
@@ -55,6 +56,8 @@ class StructuredOutputs:
     async def check(self, message: inference_pb2.StructuredOutput, caller: Caller) -> Grammar:
         """Check a structured output of one form, within bounds; return its grammar.
 
+        An error of a form that calls may take the place of is told as if it stood alone.
+
         Raises:
             InvalidField: the grammar cannot be enforced; the error names the form, and the place in
                 a schema.
@@ -69,6 +72,9 @@ class StructuredOutputs:
                 raise GrammarError("the model has no end-of-sequence token to end an output with")
             return Grammar(key, await self._checks.check(wanted, key, caller.turn))
         except GrammarError as error:
+            alone = form_beside_calls(wanted.grammar or "")
+            if alone is not None:
+                await self.check(inference_pb2.StructuredOutput(json_schema=alone), caller)
             self._metrics.count(REFUSED_GRAMMARS, form=form)
             place = f" at {error.place}" if error.place else ""
             raise InvalidField(f"{FIELD}.{form}", f"{error}{place}") from error

@@ -97,7 +97,7 @@ class OutputStream:
 
     def drop(self, number: int) -> None:
         """Keep the events before this number no longer: all readers that there are have them."""
-        dropped = self._events[: number - self._num_dropped]
+        dropped = self._events[: max(number - self._num_dropped, 0)]
         del self._events[: len(dropped)]
         self._num_dropped += len(dropped)
         self.kept_bytes -= sum(map(len, dropped))

@@ -214,15 +214,20 @@ async def test_a_worker_whose_engine_died_ends_and_comes_back(cluster: Cluster, 
     await until(lambda: was_told(orders, "decode-0", first))
 
 
-async def test_a_restart_that_fails_is_tried_again_in_a_fresh_process(
-    cluster: Cluster, orders: Path
+async def test_a_restart_that_fails_is_counted_and_tried_again_in_a_fresh_process(
+    cluster: Cluster,
+    orders: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
+    monkeypatch.setattr("kvrelay.deploy.controller.supervision.supervisor._MOST_FAILED_STARTS", 1)
     first = cluster.workers["decode-0"]
     give_order(orders, "decode-0", "start", "crash")
     os.kill(first.pid, signal.SIGKILL)
     second = await next_life(cluster, first)
     assert second.incarnation != first.incarnation
     assert not (orders / "decode-0.start").exists()
+    assert "decode-0 fails to start again and again" in caplog.text
 
 
 async def test_a_worker_that_could_not_be_reached_is_told_what_it_missed(

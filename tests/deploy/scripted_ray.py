@@ -171,7 +171,9 @@ class Handle:
             await self._actor.may_start.wait()
         return await self.call(method)
 
-    async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:
+    async def ask_who_it_is(
+        self, *, seconds: float, on_failure: Callable[[], object] = lambda: None
+    ) -> WorkerInfo | None:
         actor = self._actor
         return actor.started.info if actor.started is not None and actor.runs else None
 

@@ -139,21 +139,31 @@ async def test_each_process_that_fails_is_told(names: Names, monkeypatch: pytest
     monkeypatch.setattr("kvrelay.deploy.bounded_waits._FIRST_SECONDS", 0.001)
     actor = WorkerActor(CONFIG, {}, logging.WARNING)
     monkeypatch.setattr(actor, "restart", lambda: None)
-    ends = [
-        ray.exceptions.ActorUnavailableError("not yet", None),
-        *(ray.exceptions.RaySystemError("broken") for _ in range(2)),
-        ray.exceptions.ActorDiedError(),
+    away = ray.exceptions.ActorUnavailableError("not yet", None)
+    # The process that is called each time, and how the call ends.
+    calls: list[tuple[int, Exception | str]] = [
+        (1, away),
+        (1, away),
+        (2, away),
+        (3, ray.exceptions.RaySystemError("broken")),
+        (4, ray.exceptions.RaySystemError("broken")),
+        (5, ray.exceptions.ActorDiedError()),
+        (6, "up"),
     ]
     failures: list[int] = []
 
-    async def call(_method: object) -> str:
-        if ends:
-            raise ends.pop(0)
-        return "up"
+    async def call(method: object) -> object:
+        process, end = calls[0]
+        if method is WorkerHost.process:
+            return process
+        calls.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
 
     monkeypatch.setattr(actor, "call", call)
     answer = await actor.call_until_answered(
-        WorkerHost.restart, seconds=10, on_failure=lambda: failures.append(len(ends))
+        WorkerHost.restart, seconds=10, on_failure=lambda: failures.append(calls[0][0])
     )
     assert answer == "up"
-    assert failures == [2, 1, 0]
+    assert failures == [2, 3, 4, 5, 6], "one for each process but the last, seen by the next"

@@ -105,11 +105,22 @@ def test_an_output_that_fills_lexer_after_lexer_ends(
     grammars.on_compiled = compiled.append
     pairs = "|".join(letter * 2 for letter in "abcdefghijklmnopqrst")
     masks = GrammarMasks(grammars, VOCAB)
-    state = output_of(StructuredOutput(regex=f"({pairs}){{300}}"))
+    wanted = StructuredOutput(regex=f"({pairs}){{300}}")
+    state = output_of(wanted)
+    was_spent = False
     while not isinstance(masks_of(masks, state)[0], GrammarError):
         state.token_ids.append(token_of("a"))
+        filling = known(state.grammar)
+        if filling.num_filled and not was_spent:  # what it learns is counted for it alone still
+            filling.compiled.spend()
+            masks_of(masks, state)
+            was_spent = state.grammar is not filling
+            assert was_spent
+            assert known(state.grammar).num_filled == 1
+            masks_of(masks, output_of(wanted))
+            assert known(state.grammar).compiled.num_matchers == 1
     assert 64 < len(state.token_ids) < 200
-    assert len(compiled) == 4
+    assert len(compiled) == 6
     grammars.close()
 
 

@@ -174,6 +174,8 @@ TOLD_AT_THE_END: list[tuple[Callable[[], OutputParser], str, bool, Said]] = [
         ('<tool_call>{"name": "g", "arguments": {"a": NaN}}', "", [F]),
     ),
     # What was cut off is neither a call nor content.
+    (PythonicParser, "[f(a='San\\", True, NONE),
+    (PythonicParser, '[f(a="San\\', True, NONE),
     (hermes, 'I look.\n<tool_call>\n{"na', True, ("I look.", "", [])),
     (lambda: hermes(is_whole=True), '<tool_call>{"name": "f", "arguments": {"a', True, NONE),
     (lambda: llama3_json(is_whole=True), '{"name": "f", "parameters": {"a": "S', True, NONE),
@@ -292,7 +294,7 @@ WRITTEN: list[tuple[ToolFormat, tuple[str, ...]]] = [
     (
         PYTHONIC,
         (
-            """[f(a=1, b="x]", c='it', d=[True, None, {"k": -1.5}]), f-2()]""",
+            """[f(a=1, b="x]", c='it', d=[True, None, {"k": -1.5}]), f.from_2(from_=0)]""",
             "[f()]",
         ),
     ),
@@ -302,12 +304,17 @@ WRITTEN: list[tuple[ToolFormat, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("tools", "written"), WRITTEN)
 def test_a_form_or_calls(tools: ToolFormat, written: tuple[str, ...]) -> None:
     form = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
-    grammar = form_or_calls(form, tools, {name: {"type": "object"} for name in ("f", "f-2")}, {})
+    names = ("f", "f-2", "f.from_2", "2f", "from")
+    grammar = form_or_calls(form, tools, {name: {"type": "object"} for name in names}, {})
     assert grammar is not None
     compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(grammar=grammar))
     cases = [(text, True) for text in (*written, '{"a": 1}', "{}")]
     cases += [(text.replace("f", "g"), False) for text in written]
     cases += [(text, False) for text in ("", "words", '{"a":  1}', '{"a": 1} [f()]')]
+    unread = ("[f-2()]", "[2f()]", "[from()]", '[f(from="x")]', "[f(a=007)]", "[f(a=1__0)]")
+    cases += [(text, False) for text in unread]
+    for text in written:
+        assert parse(tools.parser({}, True), [text])[2], "the parser reads it"
     for text, is_good in cases:
         matcher = compiled.deep_copy()
         taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()

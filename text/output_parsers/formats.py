@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Final
 
 from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError
 from kvrelay.text.output_parsers.marked_arguments import Schemas
+from kvrelay.text.output_parsers.pythonic import KEYWORDS, is_name
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 from kvrelay.text.output_parsers.tool_formats.deepseek_v3 import DEEPSEEK_V3
 from kvrelay.text.output_parsers.tool_formats.deepseek_v31 import DEEPSEEK_V31
@@ -42,16 +44,20 @@ def format_of(template: str) -> ToolFormat | None:
     return next((one for one in _ALL if one.shown_by(template)), None)
 
 
-_PYTHON_CALLS: Final = r"""
+_PYTHON_CALLS: Final = rf"""
 calls: "[" call ("," " "? call)* "]"
 call: NAME "(" (argument ("," " "? argument)*)? ")"
-argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" value
-value: TEXT | /-?[0-9]{1,15}(\.[0-9]{1,15})?/ | "True" | "False" | "None" | list | dict
+argument: ARGUMENT "=" value
+value: TEXT | /-?(0|[1-9][0-9]{{0,14}})(\.[0-9]{{1,15}})?/ | "True" | "False" | "None" | list | dict
 list: "[" (value ("," " "? value)*)? "]"
-dict: "{" (member ("," " "? member)*)? "}"
+dict: "{{" (member ("," " "? member)*)? "}}"
 member: TEXT ":" " "? value
 TEXT: /"([^"\\\x00-\x1f]|\\["\\n])*"|'([^'\\\x00-\x1f]|\\['\\n])*'/
+ARGUMENT: /[A-Za-z_][A-Za-z0-9_]*/ & ~/{"|".join(KEYWORDS)}/
 """
+
+
+_FORM: Final = "start: form | calls\nform: %json "
 
 
 def form_or_calls(
@@ -67,9 +73,10 @@ def form_or_calls(
         schemas: the schemas of the functions' arguments, to which calls without tags are not held.
         special: the ids of the vocabulary's special tokens by their text.
     """
-    start = f"start: form | calls\nform: %json {form}\n"
+    start = f"{_FORM}{form}\n"
     if tools is PYTHONIC:
-        return f"{start}NAME: {' | '.join(map(json.dumps, schemas))}\n{_PYTHON_CALLS.lstrip()}"
+        names = " | ".join([json.dumps(name) for name in schemas if is_name(name)])
+        return f"{start}NAME: {names}\n{_PYTHON_CALLS.lstrip()}" if names else None
     if tools is LLAMA3_JSON:  # its calls begin as the form does, so they are JSON alike
         members = {"name": {"enum": list(schemas)}, "parameters": {"type": "object"}}
         call = {
@@ -84,3 +91,13 @@ def form_or_calls(
         return start + grammar.lark(tools.grammar(grammar)).replace("start:", "calls:", 1)
     except NoGrammarError:
         return None
+
+
+def form_beside_calls(grammar: str) -> str | None:
+    """The form's schema in a grammar of `form_or_calls`; None: it is another grammar."""
+    if not grammar.startswith(_FORM):
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        _, end = json.JSONDecoder().raw_decode(grammar, len(_FORM))
+        return grammar[len(_FORM) : end]
+    return None

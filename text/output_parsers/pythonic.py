@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -14,7 +15,7 @@ from kvrelay.text.output_parsers.pieces import OutputPiece
 _MOST: Final = 16 << 10
 
 _TOKEN: Final = re.compile(
-    r"""(?P<text>'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?)"""
+    r"""(?P<text>'(?:[^'\\]|\\.)*\\?'?|"(?:[^"\\]|\\.)*\\?"?)"""
     r"""|(?P<name>[A-Za-z_][\w.]*)|(?P<number>[\d.][\w.]*)|(?P<mark>\S)""",
     re.DOTALL,
 )
@@ -22,6 +23,17 @@ _CLOSES: Final = {")": "(", "]": "[", "}": "{"}
 _IN_VALUES: Final = frozenset(",:+-")
 _IN_CALL: Final = ["[", "("]
 """The brackets that are open around a call's arguments."""
+
+
+KEYWORDS: Final = tuple(keyword.kwlist)
+"""The words that are no names in Python."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is a name, perhaps with dots, that the parser reads in a call."""
+    return text.isascii() and all(
+        part.isidentifier() and part not in KEYWORDS for part in text.split(".")
+    )
 
 
 class PythonicParser:

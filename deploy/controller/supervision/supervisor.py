@@ -270,7 +270,7 @@ class WorkerSupervisor:
             if failed == _MOST_FAILED_STARTS:
                 self._watcher.worker_fails_to_start(dead)
 
-        await self._actor.ask_who_it_is(seconds=self._timeout)
+        await self._actor.ask_who_it_is(seconds=self._timeout, on_failure=count_failure)
         restart = WorkerHost.restart
         async with self._reporting_progress():
             while True:

@@ -172,7 +172,7 @@ def read_tools(
                 "the chat template shows none, or in a form that is not known here: "
                 "--tool-call-parser names the form, and tool_choice can require a call",
             )
-        if body.response_format is not None:
+        if body.response_format is not None and body.response_format.type != "text":
             _allow_calls_beside_form(functions, dialect, params, tokens)
         first_alone = body.parallel_tool_calls is False
         return Tools(
@@ -297,11 +297,7 @@ def calls_schema(schemas: Mapping[str, dict[str, Any]], most: int | None) -> str
     for number, (name, arguments) in enumerate(schemas.items()):
         place = f"/$defs/{number}"
         definitions[str(number)] = arguments
-        try:
-            refer_below(arguments, place)
-        except ValueError as error:
-            what = f"{error}: where a call is required, use $defs and references into it"
-            raise InvalidField(f"tools[{number}].function.parameters", what) from None
+        refer_below(arguments, place)
         calls.append(
             {
                 "type": "object",

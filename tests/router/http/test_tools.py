@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 from kvrelay.router.doors.http.chat_tools import arguments_of, calls_schema
-from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import GrammarCompiler
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.submit import StructuredOutput
@@ -266,9 +265,15 @@ async def test_a_form_beside_tools_that_may_be_called(
             matcher = compiled.deep_copy()
             taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
             assert taken is is_good, text
-        described["schema"] = {"type": "array", "uniqueItems": True}
-        with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema"):
+        described["schema"] = {"properties": {"b": {"type": "array", "uniqueItems": True}}}
+        place = r"response_format\.json_schema\.schema: .*uniqueItems.* at /properties/b"
+        with pytest.raises(openai.BadRequestError, match=place):
             await ask(client, **form)
+        worker.on_submit = saying('{"a": 1}', tokenizer)
+        other = {"structured_outputs": {"json": schema}}
+        await ask(client, response_format={"type": "text"}, extra_body=other)
+        wanted = worker.submits[-1].sampling_params.structured_output
+        assert wanted.HasField("json_schema"), "it is no response format"
 
 
 RECURSIVE = {
@@ -288,7 +293,25 @@ OTHER = {
     },
     "required": ["b"],
 }
-WITH_ID = {"$id": "https://a/b", "properties": {"next": {"$ref": "https://a/b#"}}}
+WITH_ID = {
+    "$id": "https://a/b",
+    "properties": {"next": {"$ref": "https://a/b#"}, "c": {"$ref": "/b#/components/C"}},
+    "components": {"C": {"properties": {"d": {"$ref": "b#/components/D"}}}, "D": {"type": "null"}},
+}
+NAMED = [
+    {
+        "properties": {"x": {"$ref": "T"}, "y": {"$ref": "https://a/T#/properties/z"}},
+        "$defs": {
+            "T": {"$id": "T", "type": kind},
+            "U": {
+                "$id": "https://a/T",
+                "properties": {"z": {"$ref": "#/$defs/z"}},
+                "$defs": {"z": {"type": kind}},
+            },
+        },
+    }
+    for kind in ("null", "boolean")
+]
 ELSEWHERE = {
     "$ref": "#/components/schemas/A",
     "components": {
@@ -306,7 +329,8 @@ ANCHORED = [
 ]
 PARAMETERS: dict[str, Any] = {
     "list": RECURSIVE, "one": SHARED[0], "two": SHARED[1], "other": OTHER, "id": WITH_ID,
-    "none": None, "elsewhere": ELSEWHERE, "anchor": ANCHORED[0], "anchors": ANCHORED[1],
+    "none": None, "named": NAMED[0], "names": NAMED[1], "elsewhere": ELSEWHERE,
+    "anchor": ANCHORED[0], "anchors": ANCHORED[1],
 }  # fmt: skip
 CALLED = [
     ("list", '{"v":3,"next":{"v":4,"next":{"v":5}}}', True),
@@ -317,6 +341,13 @@ CALLED = [
     ("other", '{"a":"y","b":"y"}', True),
     ("other", '{"b":"n"}', False),
     ("id", '{"next":{"next":{}}}', True),
+    ("id", '{"c":{"d":null}}', True),
+    ("id", '{"c":{"d":1}}', False),
+    ("id", '{"c":{"e":1}}', False),
+    ("named", '{"x":null,"y":null}', True),
+    ("named", '{"y":true}', False),
+    ("names", '{"x":true,"y":true}', True),
+    ("names", '{"x":null}', False),
     ("none", "{}", True),
     ("none", '{"x":1}', False),
     ("elsewhere", '{"n":{"n":{"i":1}}}', True),
@@ -326,13 +357,6 @@ CALLED = [
     ("anchor", '{"x":true}', False),
     ("anchors", '{"x":true}', True),
 ]
-
-
-def test_a_required_call_has_no_schema_that_is_named_within_another() -> None:
-    inner = {"$id": "https://a/b", "properties": {"x": {"$ref": "#/properties/y"}, "y": {}}}
-    with pytest.raises(InvalidField, match=r"an \$id below its root, .https://a/b.") as caught:
-        calls_schema({"f": {"properties": {"a": inner}}}, None)
-    assert caught.value.field == "tools[0].function.parameters"
 
 
 def test_a_required_call_has_arguments_by_its_own_schema() -> None:

@@ -9,7 +9,7 @@ from kvrelay.text.output_parsers.call_blocks import BlockParser, Reading, Source
 from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError, simple_arguments
 from kvrelay.text.output_parsers.marked_arguments import Schema, types_of
 from kvrelay.text.output_parsers.pieces import OutputPiece
-from kvrelay.text.output_parsers.pythonic import PythonicParser
+from kvrelay.text.output_parsers.pythonic import PythonicParser, is_name
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 
 _OPEN: Final = "<|python_start|>"
@@ -80,14 +80,14 @@ class Llama4Parser:
 def _bare_grammar(grammar: CallGrammar) -> str:
     def call(name: str, schema: Schema) -> str:
         def argument(key: str, described: Any) -> str:
-            if not key.isidentifier():
+            if not is_name(key) or "." in key:
                 raise NoGrammarError
             return grammar.sequence(grammar.text(f"{key}="), _literal(grammar, described, schema))
 
         arguments = simple_arguments(grammar, schema, argument, ", ")
         return grammar.sequence(grammar.text(f"{name}("), arguments, grammar.text(")"))
 
-    if not all(part.isidentifier() for name in grammar.schemas for part in name.split(".")):
+    if not all(map(is_name, grammar.schemas)):
         raise NoGrammarError
     calls = grammar.row(grammar.each(call), ", ")
     return grammar.sequence(grammar.text("["), calls, grammar.text("]"))
