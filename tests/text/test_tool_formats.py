@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvrelay.router.config import ToolParser
 from kvrelay.text.grammar import GrammarCompiler
-from kvrelay.text.output_parsers.call_grammar import CallGrammar
+from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError
 from kvrelay.text.output_parsers.formats import TOOL_FORMATS, format_of
 from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
@@ -542,3 +542,112 @@ def test_a_call_that_may_come_is_held_to_its_schema(
 def test_the_format_is_read_from_the_template(name: str) -> None:
     assert format_of(FORMATS[name].template) is TOOL_FORMATS[name]
     assert format_of(FORMATS[name].template.replace("tools", "")) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (
+            "tools <{{ dsml_token }}function_calls> {% set dsml_token = '｜DSML｜' %}",
+            "deepseek_v32",
+        ),
+        ("tools <|python_start|>{{ text }}<|python_end|> '\"parameters\": '", "llama3_json"),
+        ('tools func_name1( <|python_start|> <|header_start|> "parameters"', "llama4_pythonic"),
+        ("'tools' in message and '<|tool|>' + message['tools'] + '<|/tool|>'", None),
+        ("<|tool|>{{ tools | tojson }}<|/tool|>", "phi4_mini_json"),
+        ("tools <seed:tool_call>\n<function=example>", None),
+    ],
+)
+def test_templates_that_look_alike(template: str, name: str | None) -> None:
+    assert format_of(template) is (TOOL_FORMATS[name] if name else None)
+
+
+WIDE = {"anyOf": [{"type": "integer"}] * 1000}
+LONG = {"enum": ["x" * 60_000]}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "llama4_pythonic"])
+@pytest.mark.parametrize(
+    ("part", "definition", "is_told"),
+    [
+        ({"$ref": "#/$defs/D"}, {"type": "integer"}, True),
+        ({"$ref": "#/$defs/D"}, WIDE, False),
+        ({"$ref": "#/$defs/D"}, LONG, False),
+        ({"type": "integer"}, LONG, False),
+    ],
+)
+def test_definitions_that_many_arguments_share_are_looked_at_once(
+    name: str, part: dict[str, Any], definition: dict[str, Any], is_told: bool
+) -> None:
+    """A grammar has its definitions once an argument, so few can have large ones."""
+    properties = {f"p{number}": part for number in range(200)}
+    schema = {"type": "object", "properties": properties, "$defs": {"D": definition}}
+    grammar, counted = CallGrammar({"f": schema}, 1, {}), Counted()
+    before = sys.gettrace()
+    sys.settrace(counted.trace)
+    try:
+        if is_told:
+            assert TOOL_FORMATS[name].grammar(grammar)
+        else:
+            with pytest.raises(NoGrammarError):
+                TOOL_FORMATS[name].grammar(grammar)
+    finally:
+        sys.settrace(before)
+    assert counted.lines < 50_000
+
+
+def test_types_are_looked_at_once_for_all_arguments_of_all_calls() -> None:
+    properties = {f"p{number}": {"$ref": "#/$defs/D"} for number in range(50)}
+    schema = {"type": "object", "properties": properties, "$defs": {"D": WIDE}}
+    parser, counted = TOOL_FORMATS["glm47"].parser({"f": schema}, False), Counted()
+    write = FORMATS["glm47"].write
+    calls: list[Call] = [("f", dict.fromkeys(properties, 1))] * 2
+    pieces = [*counted.push(parser, write(calls)), *parser.finish()]
+    assert [json.loads(one) for _, one in merged(pieces)[1]] == [given for _, given in calls]
+    assert counted.lines < 50_000
+
+
+K = "<tool_call>\n<function=weather>\n<parameter=city>\nKöln 🎉"
+D = "<parameter=days>\n3"
+INVOKE = '<minimax:tool_call>\n<invoke name="weather">\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", f"{K}\n{D}\n</parameter>\n</function>\n</tool_call>"),
+        ("qwen3_coder", f"{K}\n</parameter>\n{D}\n</function>\n</tool_call>"),
+        ("qwen3_coder", f"{K}\n</parameter>\n{D}\n</parameter>\n</tool_call>"),
+        ("qwen3_coder", f"{K}\n{D}\n</tool_call>"),
+        (
+            "minimax_m2",
+            f'{INVOKE}<parameter name="city">Köln 🎉</parameter>\n<parameter name="days">3</parameter>'
+            "\n</minimax:tool_call>",
+        ),
+    ],
+)
+def test_tags_that_a_model_leaves_out(name: str, text: str) -> None:
+    """A call ends with its block, and a value with the next line that has a tag."""
+    text = f"{text}\n{FORMATS[name].write(NO_ARGUMENTS)}"
+    for chunks in ([text], list(text)):
+        for is_whole in (False, True):
+            assert read(name, chunks, is_whole=is_whole) == ("", [*PLAIN, *NO_ARGUMENTS])
+
+
+def test_white_space_behind_an_argument_is_held_to_a_bound() -> None:
+    parser = parser_of("qwen3_coder")
+    parser.push(f"{K}\n</parameter>")
+    for _ in range(200):
+        parser.push("\n" * 16)
+    assert len(vars(parser)["_source"].text) < 64
+
+
+@pytest.mark.parametrize("tags", [("<|python_start|>", "<|python_end|>"), ("", "")])
+def test_the_tags_of_llama_4_around_text_or_calls(tags: tuple[str, str]) -> None:
+    call = FORMATS["llama3_json"].write(PLAIN)
+    for text, content in (
+        (f"{tags[0]}{call}{tags[1]}", ""),
+        (f"{tags[0]}I look.{tags[1]}{call}", "I look."),
+    ):
+        for chunks in ([text], list(text)):
+            assert read("llama3_json", chunks) == (content, PLAIN)

@@ -7,7 +7,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
-from kvrelay.text.output_parsers.marked_arguments import Marks, Schema, Schemas, followed, types_of
+from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
+from kvrelay.text.output_parsers.marked_arguments import (
+    Marks,
+    Schema,
+    Schemas,
+    ValueTypes,
+    followed,
+)
 
 _ARGUMENTS: Final = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
@@ -50,8 +57,13 @@ class CallGrammar:
         parts = sorted(special, key=len, reverse=True)
         self._parts = re.compile("|".join(map(re.escape, parts))) if parts else None
         self._rules: list[str] = []
+        self._num_written = 0
+        """The characters of values and fixed texts: many arguments may refer to one schema."""
         self._num_looked_at = 0
         """The schemas of arguments that were looked at: references may lead round in circles."""
+        self._types: dict[int, ValueTypes] = {}
+        self._shared_lengths: dict[int, int] = {}
+        """The length of each root's definitions in JSON; both are by the root's id."""
 
     def text(self, text: str) -> str:
         """A fixed text of the format."""
@@ -62,6 +74,7 @@ class CallGrammar:
 
     def _fixed(self, text: str) -> str:
         """A fixed text, whose special tokens are these."""
+        self._count(len(text))
         parts, end = [], 0
         for found in self._parts.finditer(text) if self._parts is not None else ():
             parts += [_quoted(text[end : found.start()]), f"<[{self._special[found[0]]}]>"]
@@ -70,7 +83,9 @@ class CallGrammar:
 
     def json(self, schema: Schema) -> str:
         """A value by a schema, in JSON."""
-        return self._rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+        written = json.dumps(schema, ensure_ascii=False)
+        self._count(len(written))
+        return self._rule(f"%json {written}")
 
     def one_of(self, alternatives: Iterable[str]) -> str:
         """One of some alternatives."""
@@ -144,7 +159,15 @@ class CallGrammar:
     def value(self, described: Schema, root: Schema) -> str:
         """A value by a part of a schema, in JSON."""
         shared = {name: root[name] for name in _DEFINITIONS if name in root}
+        if id(root) not in self._shared_lengths:
+            self._shared_lengths[id(root)] = len(json.dumps(shared, ensure_ascii=False))
+        if self._num_written + self._shared_lengths[id(root)] > MAX_GRAMMAR_BYTES:
+            raise NoGrammarError
         return self.json({**shared, **described})
+
+    def types_of(self, described: Any, root: Schema) -> frozenset[str]:
+        """The types that a part of one of the schemas allows, as far as it tells."""
+        return self._types.setdefault(id(root), ValueTypes(root)).of(described)
 
     def _alternatives(self, described: Any, root: Schema, end: str) -> tuple[list[str], list[str]]:
         """The texts that a value may be, and its values in JSON, each with its end."""
@@ -155,7 +178,7 @@ class CallGrammar:
         def in_json(schema: Schema) -> list[str]:
             return [self.sequence(self.value(schema, root), self.text(end))]
 
-        if "string" not in types_of(described, root):
+        if "string" not in self.types_of(described, root):
             return [], in_json(described)
         inner = followed(described, root)
         if inner is not None and len(described) == 1:
@@ -194,6 +217,7 @@ class CallGrammar:
         conditions = [f"/{_ANY_TEXT}{{{least},{most}}}/"]
         if "pattern" in bounds:
             conditions.append(_searched(bounds["pattern"]))
+            self._count(len(conditions[-1]))
         number = len(self._rules)
         is_special = self._parts_of(end) != [end]
         self._rules.append(f"TEXT_{number}: {' & '.join(conditions)}")
@@ -204,6 +228,11 @@ class CallGrammar:
 
     def _parts_of(self, text: str) -> list[str]:
         return self._parts.split(text) if self._parts is not None else [text]
+
+    def _count(self, characters: int) -> None:
+        self._num_written += characters
+        if self._num_written > MAX_GRAMMAR_BYTES:
+            raise NoGrammarError
 
     def _rule(self, body: str) -> str:
         name = f"rule_{len(self._rules)}"

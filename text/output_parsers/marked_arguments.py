@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kvrelay.text.output_parsers.call_blocks import Reader, Reading, Source, ToldCalls
+from kvrelay.text.output_parsers.held_text import is_long
 from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.text.output_parsers.json_readers import end_call
 
@@ -23,6 +24,8 @@ _TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "ar
 _NAME: Final = re.compile(r"[^\s<>{}\"]+")
 _MOST_DEPTH: Final = 32
 """The most references, or schemas within schemas, that are followed to a value's types."""
+_MOST_REFERENCE: Final = 1024
+"""The most characters of a reference that is followed."""
 _MOST_LITERAL: Final = 16 << 10
 """The most characters of a value that is read as one of Python's."""
 
@@ -50,6 +53,8 @@ class Marks:
 def marked_blocks(marks: Marks, block_end: str, schemas: Schemas) -> Reader:
     """Return a reader of blocks of calls, each with arguments between tags."""
 
+    known = types_by_function(schemas)
+
     def read(source: Source, calls: ToldCalls) -> Reading:
         is_open = source.taken.endswith(marks.call)  # a model may leave the block's tag out
         has_calls = False
@@ -58,8 +63,8 @@ def marked_blocks(marks: Marks, block_end: str, schemas: Schemas) -> Reader:
             if not tag or not _NAME.fullmatch(name.strip()):
                 return False
             calls.begin(name.strip())
-            schema = schemas.get(name.strip(), {})
-            if not (yield from read_marked_arguments(source, calls, marks, schema)):
+            types = known(name.strip())
+            if not (yield from read_marked_arguments(source, calls, marks, types, block_end)):
                 return False
             is_open, has_calls = False, True
         if has_calls:
@@ -70,7 +75,13 @@ def marked_blocks(marks: Marks, block_end: str, schemas: Schemas) -> Reader:
 
 
 def read_marked_arguments(
-    source: Source, calls: ToldCalls, marks: Marks, schema: Schema, *, is_open: bool = False
+    source: Source,
+    calls: ToldCalls,
+    marks: Marks,
+    known: ValueTypes,
+    block_end: str = "",
+    *,
+    is_open: bool = False,
 ) -> Generator[None, None, bool]:
     """Read the arguments of a call that was begun, and its end; return whether it is whole.
 
@@ -80,16 +91,20 @@ def read_marked_arguments(
         source: the text.
         calls: the calls so far.
         marks: the tags.
-        schema: the schema of the arguments.
+        known: the types of the arguments.
+        block_end: the block's closing tag, which is not taken; empty: it is the call's.
         is_open: the first argument's tag was taken already.
     """
     seen: set[str] = set()
+    ends = [marks.call_end, *filter(None, [block_end])]
     while True:
         if not is_open:
-            _, tag = yield from source.until(marks.argument, marks.call_end)
+            _, tag = yield from source.until(marks.argument, *ends)
             if tag != marks.argument:
                 if not tag and (source.is_cut or not source.has_ended):
                     return False
+                if tag and tag == block_end:
+                    source.give_back(tag)
                 calls.add("}" if seen else "")
                 return end_call(source, calls)
         is_open = False
@@ -97,28 +112,34 @@ def read_marked_arguments(
         if not tag or (marks.value and not (yield from source.skip(marks.value))):
             return False
         key, is_string = marks.read_key(text)
-        properties = schema.get("properties")
-        described = properties.get(key) if isinstance(properties, Mapping) else None
-        types = types_of(described, schema)
+        types = known.of_argument(key)
         if is_string is not None:
             types = frozenset({"string"}) if is_string else types - {"string"} or _TYPES
         value = _Value(types, calls.add, "{" if not seen else ", ", key, is_padded=marks.is_padded)
         if key in seen:  # what was told first stays
             value = _Value(types, lambda _: None, "", key, is_padded=marks.is_padded)
         seen.add(key)
-        if not (yield from _read_value(source, marks, value)):
+        if not (yield from _read_value(source, marks, value, [marks.argument, *ends])):
             return False
 
 
-def _read_value(source: Source, marks: Marks, value: _Value) -> Generator[None, None, bool]:
-    """Read a value up to its end tag, which another argument or the call's end must follow.
+def _read_value(
+    source: Source, marks: Marks, value: _Value, behind: Sequence[str]
+) -> Generator[None, None, bool]:
+    """Read a value up to its end tag, which another argument or an end must follow.
 
-    So a value may have its own end tag in it.
+    So a value may have its own end tag in it. Where values stand between line breaks, a model may
+    leave the end tag out: then a line that begins with one of the tags `behind` ends the value.
     """
-    end, behind = marks.value_end, (marks.argument, marks.call_end)
+    end = marks.value_end
+    others = [f"\n{one}" for one in behind] if marks.is_padded else []
     while True:
-        text, tag = yield from source.until(end, most=0)
+        text, tag = yield from source.until(end, *others, most=0)
         value.add(text)
+        if tag in others:
+            source.give_back(tag)
+            value.end()
+            return True
         if tag:
             if (yield from _follows(source, behind)):
                 value.end()
@@ -128,10 +149,15 @@ def _read_value(source: Source, marks: Marks, value: _Value) -> Generator[None, 
             return False
 
 
-def _follows(source: Source, tags: tuple[str, ...]) -> Generator[None, None, bool]:
-    """Tell whether one of some tags follows, or nothing more; take nothing."""
+def _follows(source: Source, tags: Sequence[str]) -> Generator[None, None, bool]:
+    """Tell whether one of some tags follows, or nothing more; take nothing.
+
+    White space before it is short, since all of it is looked at again with each new token.
+    """
     while True:
         bare = source.text.lstrip()
+        if is_long(len(source.text) - len(bare)):
+            return False
         if any(bare.startswith(tag) for tag in tags):
             return True
         if source.has_ended:
@@ -236,19 +262,33 @@ _OF_VALUES: Final = (
 )
 
 
-def types_of(described: Any, root: Schema) -> frozenset[str]:
-    """The types that a schema allows, as far as it tells.
+class ValueTypes:
+    """The types of values by the parts of a schema, each of which is looked at once.
 
     Args:
-        described: the schema.
-        root: the schema that its references lead into.
+        root: the schema of all arguments, which references lead into.
     """
-    known: dict[str, frozenset[str]] = {}
-    """The types by reference; all, while they are looked for."""
 
-    def find(schema: Any, depth: int) -> frozenset[str]:
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._known: dict[int, frozenset[str]] = {}
+        """The types by the id of a part; all, while they are looked for."""
+
+    def of_argument(self, key: str) -> frozenset[str]:
+        """The types of an argument."""
+        properties = self._root.get("properties")
+        return self.of(properties.get(key) if isinstance(properties, Mapping) else None)
+
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """The types that a part of the schema allows, as far as it tells."""
         if not isinstance(schema, Mapping) or depth > _MOST_DEPTH:
             return _TYPES
+        if id(schema) not in self._known:
+            self._known[id(schema)] = _TYPES
+            self._known[id(schema)] = self._find(schema, depth + 1)
+        return self._known[id(schema)]
+
+    def _find(self, schema: Schema, depth: int) -> frozenset[str]:
         types, named = _TYPES, schema.get("type")
         if isinstance(named, str | list):
             names = [named] if isinstance(named, str) else named
@@ -256,28 +296,33 @@ def types_of(described: Any, root: Schema) -> frozenset[str]:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             types &= frozenset().union(*(_types_of_value(one) or {"string"} for one in values))
-        inner = followed(schema, root)
+        inner = followed(schema, self._root)
         if inner is not None:
-            reference = schema["$ref"]
-            if reference not in known:
-                known[reference] = _TYPES
-                known[reference] = find(inner, depth + 1)
-            types &= known[reference]
+            types &= self.of(inner, depth)
         for name in ("anyOf", "oneOf"):
             if isinstance(schema.get(name), list):
-                types &= frozenset().union(*(find(one, depth + 1) for one in schema[name]))
+                types &= frozenset().union(*(self.of(one, depth) for one in schema[name]))
         if isinstance(schema.get("allOf"), list):
             for one in schema["allOf"]:
-                types &= find(one, depth + 1)
+                types &= self.of(one, depth)
         return types or _TYPES
 
-    return find(described, 0)
+
+_ANY_TYPES: Final = ValueTypes({})
+
+
+def types_by_function(schemas: Schemas) -> Callable[[str], ValueTypes]:
+    """Return a function that gives the types of a function's arguments, by its name."""
+    known = {name: ValueTypes(schema) for name, schema in schemas.items()}
+    return lambda name: known.get(name, _ANY_TYPES)
 
 
 def followed(schema: Schema, root: Schema) -> Any:
     """The schema that a reference within `root` leads to; None: there is no such reference."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    if len(reference) > _MOST_REFERENCE:
         return None
     found: Any = root
     for step in reference.split("/")[1:]:

@@ -13,6 +13,7 @@ from kvrelay.text.output_parsers.marked_arguments import (
     Schema,
     Schemas,
     read_marked_arguments,
+    types_by_function,
 )
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 
@@ -28,6 +29,8 @@ _NAME: Final = re.compile(r"[^\s<>{}\"]+")
 
 
 def _parser(schemas: Schemas, is_whole: bool) -> BlockParser:
+    known = types_by_function(schemas)
+
     def read(source: Source, calls: ToldCalls) -> Reading:
         yield from source.next_character()
         name, tag = yield from source.until("\n", _MARKS.argument, _MARKS.call_end)
@@ -36,9 +39,9 @@ def _parser(schemas: Schemas, is_whole: bool) -> BlockParser:
         calls.begin(name.strip())
         if tag == _MARKS.call_end:
             return end_call(source, calls)
-        schema = schemas.get(name.strip(), {})
+        types = known(name.strip())
         is_open = tag == _MARKS.argument
-        return (yield from read_marked_arguments(source, calls, _MARKS, schema, is_open=is_open))
+        return (yield from read_marked_arguments(source, calls, _MARKS, types, is_open=is_open))
 
     return BlockParser(Tags(_OPEN), read, _MARKS.call_end, is_whole=is_whole)
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvrelay.text.output_parsers.call_blocks import BlockParser, Reading, Source, Tags, ToldCalls
 from kvrelay.text.output_parsers.call_grammar import CallGrammar, NoGrammarError, simple_arguments
-from kvrelay.text.output_parsers.marked_arguments import Schema, types_of
+from kvrelay.text.output_parsers.marked_arguments import Schema
 from kvrelay.text.output_parsers.pieces import OutputPiece
 from kvrelay.text.output_parsers.pythonic import PythonicParser, is_name
 from kvrelay.text.output_parsers.tool_format import ToolFormat
@@ -97,15 +97,21 @@ def _literal(grammar: CallGrammar, described: Any, root: Schema) -> str:
     """A value as Python writes it."""
     if isinstance(described, dict) and described.keys() == {"anyOf"}:
         return grammar.one_of([_literal(grammar, one, root) for one in described["anyOf"]])
-    types = types_of(described, root)
+    types = grammar.types_of(described, root)
     if types == {"boolean"}:
         return grammar.one_of([grammar.text("True"), grammar.text("False")])
     if types == {"null"}:
         return grammar.text("None")
-    items = types_of(described.get("items", {}), root) if types == {"array"} else types
+    items = grammar.types_of(described.get("items"), root) if types == {"array"} else types
     if not items <= _PLAIN:
         raise NoGrammarError
     return grammar.value(described, root)
+
+
+def _is_shown(template: str) -> bool:
+    """Tell whether a template shows tags around calls, and not around other text alone."""
+    names_calls = "func_name1(" in template and "<|header_start|>" in template
+    return names_calls or (_OPEN in template and '"parameters"' not in template)
 
 
 def _tagged_grammar(grammar: CallGrammar) -> str:
@@ -123,6 +129,6 @@ LLAMA4_PYTHONIC: Final = ToolFormat(
     "llama4_pythonic",
     lambda _schemas, is_whole: Llama4Parser(is_whole=is_whole),
     _tagged_grammar,
-    lambda template: _OPEN in template,
+    _is_shown,
     _OPEN,
 )
