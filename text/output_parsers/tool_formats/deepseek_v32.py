@@ -45,9 +45,10 @@ def _format(name: str) -> ToolFormat:
         calls = grammar.row(invocation(grammar, _MARKS, '{}" string="{}"'))
         return grammar.sequence(grammar.text(f"{opening}\n"), calls, grammar.text(close))
 
-    return ToolFormat(
-        name, parser, grammar, lambda template: f"{_MARK}{block}" in template, opening
-    )
+    def is_shown(template: str) -> bool:  # it may have the mark in a variable
+        return _MARK in template and f"{block}>" in template
+
+    return ToolFormat(name, parser, grammar, is_shown, opening)
 
 
 DEEPSEEK_V32: Final = _format("deepseek_v32")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from kvrelay.text.output_parsers.call_blocks import BlockParser, Reading, Source, ToldCalls
+from kvrelay.text.output_parsers.call_blocks import BlockParser, Reading, Source, Tags, ToldCalls
 from kvrelay.text.output_parsers.call_grammar import CallGrammar, call_object
-from kvrelay.text.output_parsers.held_text import is_long, overlap
+from kvrelay.text.output_parsers.held_text import is_long
 from kvrelay.text.output_parsers.json_readers import read_json_call
 from kvrelay.text.output_parsers.marked_arguments import Schemas
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 
 _TAG: Final = "<|python_tag|>"
+_AROUND: Final = ("<|python_start|>", "<|python_end|>")
+"""The tags that Llama 4 writes around text before calls, or around calls; they are no content."""
+_TAGS: Final = (_TAG, *_AROUND)
 _BEFORE: Final = " \n\t\r[;,"
 _IN_TEXT: Final = re.compile(r'\{\s{0,64}"name"\s{0,64}:')
 _BEGUN: Final = re.compile(r'\{\s{0,64}(?:"(?:n(?:a(?:m(?:e(?:"\s{0,64})?)?)?)?)?)?')
@@ -32,21 +35,25 @@ class _JsonStart:
         bare = text.lstrip(_BEFORE)
         if is_start and bare.startswith("{") and not is_long(len(text) - len(bare)):
             return 0, len(text) - len(bare)
-        tag, found = text.find(_TAG), _IN_TEXT.search(text)
-        if found is not None and (tag < 0 or found.start() < tag):
+        tag, found = Tags(*_TAGS).find(text), _IN_TEXT.search(text)
+        if found is not None and (tag is None or found.start() < tag[0]):
             self.is_in_text = True
             return found.start(), 0
-        return (tag, len(_TAG)) if tag >= 0 else None
+        return tag
 
     def possible(self, text: str, *, is_start: bool) -> int:
         """Return the number of characters at the end that an opening tag may begin with."""
         bare = text.lstrip(_BEFORE)
-        if is_start and _TAG.startswith(bare) and not is_long(len(text) - len(bare)):
+        if (
+            is_start
+            and any(one.startswith(bare) for one in _TAGS)
+            and not is_long(len(text) - len(bare))
+        ):
             return len(text)
         at = text.rfind("{")
         begun = len(text) - at
         is_begun = at >= 0 and _BEGUN.fullmatch(text, at)
-        return begun if is_begun else overlap(text, _TAG)
+        return begun if is_begun else Tags(*_TAGS).possible(text)
 
 
 def json_calls_parser(schemas: Schemas, is_whole: bool) -> BlockParser:
@@ -58,12 +65,17 @@ def json_calls_parser(schemas: Schemas, is_whole: bool) -> BlockParser:
 
     def read(source: Source, calls: ToldCalls) -> Reading:
         check = is_tool if opening.is_in_text else None
-        source.is_text = not source.taken.endswith(_TAG)
+        source.is_text = not source.taken.endswith(_TAGS)
+        if source.taken.endswith(_AROUND) and (yield from source.next_character()) not in (
+            "[",
+            "{",
+        ):
+            return True
         yield from source.skip("[")
         while (yield from read_json_call(source, calls, check)):
             has_more = False
-            while between := (yield from source.skip(",", ";", "]", _TAG)):
-                has_more = between != "]"
+            while between := (yield from source.skip(",", ";", "]", *_TAGS)):
+                has_more = between not in ("]", *_AROUND)
             if not (yield from source.skip("{")):
                 return source.has_ended or not has_more
             source.give_back("{")

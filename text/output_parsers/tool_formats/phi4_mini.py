@@ -5,6 +5,7 @@ Its own template has ``<|tool_call|>[…]<|/tool_call|>`` in place of it, which 
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from kvrelay.text.output_parsers.call_blocks import BlockParser, Tags
@@ -16,6 +17,8 @@ from kvrelay.text.output_parsers.tool_format import ToolFormat
 _WORD: Final = "functools["
 _OPEN: Final = "<|tool_call|>"
 _CLOSE: Final = "<|/tool_call|>"
+_TOOLS: Final = re.compile(r"(?<!['\"])\btools\b(?!['\"])")
+"""The tools of a call: Microsoft's template takes them from a message alone."""
 
 
 def _parser(_schemas: Schemas, is_whole: bool) -> BlockParser:
@@ -28,10 +31,15 @@ def _grammar(grammar: CallGrammar) -> str:
     return grammar.sequence(grammar.text(_WORD), calls, grammar.text("]"))
 
 
+def _is_shown(template: str) -> bool:
+    has_tags = _WORD in template or "<|/tool|>" in template
+    return has_tags and _TOOLS.search(template) is not None
+
+
 PHI4_MINI: Final = ToolFormat(
     "phi4_mini_json",
     _parser,
     _grammar,
-    lambda template: _WORD in template or "<|/tool|>" in template,
+    _is_shown,
     _WORD,
 )

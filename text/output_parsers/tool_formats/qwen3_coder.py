@@ -40,5 +40,9 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 QWEN3_CODER: Final = ToolFormat(
-    "qwen3_coder", _parser, _grammar, lambda template: _MARKS.call in template, _OPEN
+    "qwen3_coder",
+    _parser,
+    _grammar,
+    lambda template: _OPEN in template and _MARKS.call in template,
+    _OPEN,
 )
