@@ -538,6 +538,30 @@ def test_a_call_that_may_come_is_held_to_its_schema(
     assert not takes(f"{write(PLAIN)}{write(PLAIN)}", most=1)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].opening])
+def test_a_tool_that_is_not_strict_has_any_arguments(
+    name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    form, write = TOOL_FORMATS[name], FORMATS[name].write
+    special = TokenTexts(tokenizer).unspelled_ids
+    grammar = CallGrammar({**SCHEMAS, "other": {"type": "object"}}, None, special, form.opening)
+    if name == "llama4_pythonic":
+        with pytest.raises(NoGrammarError):
+            form.grammar(grammar)
+        return
+    source = grammar.in_text(form.grammar(grammar), [])
+    compiled = compiler.compile(StructuredOutput(grammar=source))
+
+    def takes(calls: Sequence[Call]) -> bool:
+        ids = tokenizer.encode(write(calls), add_special_tokens=False).ids
+        matcher = compiled.deep_copy()
+        return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
+
+    free: list[Call] = [("other", {"a": "x </y>\n", "b": 1, "c": {"d": [None]}})]
+    assert takes([*free, *TWO, ("other", {})])
+    assert not takes([*free, ("weather", {"days": 3})])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_format_is_read_from_the_template(name: str) -> None:
     assert format_of(FORMATS[name].template) is TOOL_FORMATS[name]
@@ -621,8 +645,8 @@ INVOKE = '<minimax:tool_call>\n<invoke name="weather">\n'
         ("qwen3_coder", f"{K}\n{D}\n</tool_call>"),
         (
             "minimax_m2",
-            f'{INVOKE}<parameter name="city">Köln 🎉</parameter>\n<parameter name="days">3</parameter>'
-            "\n</minimax:tool_call>",
+            f'{INVOKE}<parameter name="city">Köln 🎉</parameter>\n'
+            '<parameter name="days">3</parameter>\n</minimax:tool_call>',
         ),
     ],
 )

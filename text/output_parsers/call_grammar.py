@@ -125,7 +125,9 @@ class CallGrammar:
         return "\n".join([f"start: {start}", *self._rules])
 
     def marked(self, schema: Schema, marks: Marks, between: str = "", key: str = "{}") -> str:
-        """Arguments between tags, in the order of the schema, with a fixed text behind each.
+        """Arguments between tags, with a fixed text behind each.
+
+        They come in the order of the schema. If it allows any, they are texts with any name.
 
         Args:
             schema: the schema of all arguments.
@@ -133,6 +135,8 @@ class CallGrammar:
             between: the text between the parts of an argument, and behind it.
             key: the text from `marks.argument` to `marks.key_end`, with the name in it.
         """
+        if _allows_any(schema):
+            return self._any_arguments(marks, between, key)
         properties, required = _arguments_of(schema)
         padding = "\n" if marks.is_padded else ""
         end = f"{padding}{marks.value_end}"
@@ -155,6 +159,18 @@ class CallGrammar:
             part = self.sequence(self.one_of(written), self.text(between))
             parts.append(part if name in required else f"({part})?")
         return self.sequence(*parts) or '""'
+
+    def _any_arguments(self, marks: Marks, between: str, key: str) -> str:
+        """Any number of texts between tags, with any names."""
+        behind = between if marks.value else ""
+        padding = "\n" if marks.is_padded else ""
+        each = []
+        for named in dict.fromkeys(key.format("\0", is_text) for is_text in ("true", "false")):
+            head, tail = f"{marks.argument}{named}{marks.key_end}".split("\0")
+            before = self.text(f"{tail}{behind}{marks.value}{padding}")
+            value = self._text_until(f"{padding}{marks.value_end}")
+            each.append(self.sequence(self.text(head), f"/{_KEY.pattern}/", before, value))
+        return f"({self.sequence(self.one_of(each), self.text(between))})*"
 
     def value(self, described: Schema, root: Schema) -> str:
         """A value by a part of a schema, in JSON."""
@@ -240,10 +256,15 @@ class CallGrammar:
         return name
 
 
+def _allows_any(schema: Schema) -> bool:
+    """Whether a schema allows arguments of any name."""
+    return not schema.keys() - {"type", "$schema"}
+
+
 def _arguments_of(schema: Schema) -> tuple[Mapping[str, Any], Collection[str]]:
     """The schemas of arguments that can be told one by one, and the names of those that must be."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if schema.keys() - _ARGUMENTS or schema.get("additionalProperties"):
+    if _allows_any(schema) or schema.keys() - _ARGUMENTS or schema.get("additionalProperties"):
         raise NoGrammarError
     if not isinstance(properties, Mapping) or not set(required) <= properties.keys():
         raise NoGrammarError

@@ -136,7 +136,7 @@ def read_chat(
             "the model has no chat template: use /v1/completions, or serve it with --chat-template",
         )
     add = bool(body.add_special_tokens)
-    messages = [_with_reasoning(one, template.source) for one in body.messages]
+    messages = [_as_read(one, template.source) for one in body.messages]
     return ChatPrompt(
         texts,
         template,
@@ -148,13 +148,20 @@ def read_chat(
     )
 
 
-def _with_reasoning(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
-    """Return a message with its reasoning under each name that the template uses."""
+def _as_read(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+    """Return a message with its reasoning under each name that the template uses.
+
+    An empty list of calls is left out: templates take the member for a call. So is `thinking`
+    beside calls and content, for which gpt-oss's template has one place.
+    """
     said = next((message[name] for name in _REASONING_NAMES if message.get(name)), None)
-    if not isinstance(said, str):
-        return message
     used = {name: said for name in _REASONING_NAMES if re.search(rf"\b{name}\b", template)}
-    return {**message, **used}
+    read = {**message, **used} if isinstance(said, str) else {**message}
+    if not read.get("tool_calls"):
+        read.pop("tool_calls", None)
+    elif read.get("content"):
+        read.pop("thinking", None)
+    return read
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -41,6 +41,7 @@ from kvrelay.v1 import inference_pb2
 _COMBINING: Final = {"$ref", "allOf", "anyOf", "oneOf"}
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}}
 """The parameters of a function that names none."""
+_ANY_ARGUMENTS: Final = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +220,17 @@ def _hold_strict_calls(
     most: int | None,
     tokens: TokenTexts,
 ) -> bool:
-    """Hold calls that may come to their schemas if a tool is strict; return whether they are."""
-    is_strict = any(one.get("strict") is True for one in functions.values())
-    if not is_strict or params.HasField(FIELD):
+    """Hold calls of strict tools to their schemas, if there are any; return whether they are.
+
+    Calls of other tools have any arguments.
+    """
+    strict = {name for name, one in functions.items() if one.get("strict") is True}
+    if not strict or params.HasField(FIELD):
         return False
-    schemas = {name: arguments_of(one) for name, one in functions.items()}
+    schemas = {
+        name: arguments_of(one) if name in strict else _ANY_ARGUMENTS
+        for name, one in functions.items()
+    }
     grammar = _own_grammar(dialect, schemas, most, tokens, in_text=True)
     if grammar is not None:
         params.structured_output.grammar = grammar

@@ -460,6 +460,8 @@ async def test_strict_calls_that_may_come(
             assert taken is is_good
         await ask(client)
         assert not worker.submits[-1].sampling_params.HasField("structured_output")
+        await ask(client, tools=[*strict, {"type": "function", "function": BAD}])
+        assert worker.submits[-1].sampling_params.HasField("structured_output")
         bad = {**BAD, "strict": True}
         with pytest.raises(openai.BadRequestError, match="tools"):
             await ask(client, tools=[{"type": "function", "function": bad}])
@@ -574,6 +576,31 @@ async def test_earlier_calls_are_shown_to_the_template(
         await ask(client, messages=messages, tools=openai.omit)
         prompt = tokenizer.decode(list(cluster.workers[0].submits[0].input_ids))
         assert prompt == f"<{ARGUMENTS}>"
+
+
+GPT_OSS = (
+    "{%- for message in messages %}{%- if 'tool_calls' in message %}"
+    "{%- if message.content and message.thinking %}{{ raise_exception('both') }}{%- endif %}"
+    "{{ message.content or message.thinking }}{{ message.tool_calls[0].function.name }}"
+    "{%- else %}{{ message.content }}{%- endif %}{%- endfor %}{# tools <|channel|> #}"
+)
+
+
+async def test_an_answer_of_gpt_oss_is_sent_back(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    for said, shown in [
+        ({"content": "I look.", "reasoning": "Hm.", "tool_calls": [call]}, "I look.weather"),
+        ({"content": None, "reasoning": "Hm.", "tool_calls": [call]}, "Hm.weather"),
+        ({"content": "I look.", "tool_calls": []}, "I look."),
+        ({"content": "I look.", "tool_calls": None}, "I look."),
+    ]:
+        async with served(config, tmp_path, GPT_OSS) as (cluster, client):
+            cluster.workers[0].on_submit = saying("Sun.", tokenizer)
+            await ask(client, messages=[{"role": "assistant", **said}])
+            prompt = list(cluster.workers[0].submits[0].input_ids)
+            assert tokenizer.decode(prompt) == shown
 
 
 @pytest.mark.parametrize(
