@@ -82,6 +82,21 @@ def test_the_channels_of_harmony() -> None:
     assert said(TOOL_FORMATS["openai"].parser({}, False), ["No channels."]) == ("", "No channels.")
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('{"a": "<|end|> x <|channel|> y"}', '{"a": "<|end|> x <|channel|> y"}'),
+        ("<|channel|>final<|message|>`<|channel|>` or `<|end|>`.", "`<|channel|>` or `<|end|>`."),
+        ("<|channel|>final<|message|>A.<|end|><|start|>assist", "A.\n<|start|>assist"),
+    ],
+)
+def test_no_text_of_harmony_is_lost(text: str, content: str) -> None:
+    for at in range(len(text)):
+        parser = TOOL_FORMATS["openai"].parser({}, False)
+        assert said(parser, [text[:at], text[at:]]) == ("", content)
+    assert said(TOOL_FORMATS["openai"].parser({}, False), list(text)) == ("", content)
+
+
 def test_the_tags_are_read_from_the_template() -> None:
     assert reasoning_tags_of("{{ x }}[THINK]") is REASONING_TAGS["mistral"]
     assert reasoning_tags_of("{{ x }}Here is my thought process:") is REASONING_TAGS["granite"]

@@ -515,41 +515,48 @@ def test_a_call_that_must_come_is_written_in_the_format(
     assert not takes([("time", {"at": "noon"})])
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].opening])
+@pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].openings])
 def test_a_call_that_may_come_is_held_to_its_schema(
     name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    """From its tag on; text before, between and behind is free, and may have tags of reasoning."""
+    """From its tag on; text before, between and behind is free, and may have others' tags."""
     form, write = TOOL_FORMATS[name], FORMATS[name].write
     special = TokenTexts(tokenizer).unspelled_ids
 
     def takes(text: str, most: int | None = None) -> bool:
-        grammar = CallGrammar(SCHEMAS, most, special, form.opening)
-        source = grammar.in_text(form.grammar(grammar), ["<|tool|>", "<think>"])
+        grammar = CallGrammar(SCHEMAS, most, special)
+        source = grammar.in_text(form.grammar, form.openings)
         matcher = compiler.compile(StructuredOutput(grammar=source))
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
 
     assert takes("No call <b> [at] all.")
-    assert takes(f"<|tool|>Hm.<|tool|>I look.\n{write(TWO)}")
+    assert takes(f"<|channel|>Hm.<|channel|>I look.\n{write(TWO)}")
     assert takes(f"{write(PLAIN)}\n{write(NO_ARGUMENTS)} Done.")
     assert not takes(write([("weather", {"days": 3})]))
     assert not takes(f"I look. {write([('other', {'city': 'x'})])}")
     assert not takes(f"{write(PLAIN)}{write(PLAIN)}", most=1)
+    for opening in form.openings[1:]:
+        good, bad = (
+            re.sub(r"^(<tool_call>\n<function=|<\|tool_call\|>|functools\[)", opening, write([one]))
+            for one in (PLAIN[0], ("weather", {"days": 3}))
+        )
+        assert takes(f"I look. {good} Done.")
+        assert not takes(bad)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].opening])
+@pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].openings])
 def test_a_tool_that_is_not_strict_has_any_arguments(
     name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     form, write = TOOL_FORMATS[name], FORMATS[name].write
     special = TokenTexts(tokenizer).unspelled_ids
-    grammar = CallGrammar({**SCHEMAS, "other": {"type": "object"}}, None, special, form.opening)
+    grammar = CallGrammar({**SCHEMAS, "other": {"type": "object"}}, None, special)
     if name == "llama4_pythonic":
         with pytest.raises(NoGrammarError):
             form.grammar(grammar)
         return
-    source = grammar.in_text(form.grammar(grammar), [])
+    source = grammar.in_text(form.grammar, form.openings)
     compiled = compiler.compile(StructuredOutput(grammar=source))
 
     def takes(calls: Sequence[Call]) -> bool:

@@ -42,15 +42,15 @@ class CallGrammar:
         schemas: the schemas of the functions that may be called.
         most: the most calls; None: any number.
         special: the ids of the vocabulary's special tokens by their text, which no other token has.
-        opening: the text that begins calls, if it comes from elsewhere; empty: it is written here.
     """
 
-    def __init__(
-        self, schemas: Schemas, most: int | None, special: Mapping[str, int], opening: str = ""
-    ) -> None:
-        self._opening = opening
+    def __init__(self, schemas: Schemas, most: int | None, special: Mapping[str, int]) -> None:
+        self.opening = ""
+        """The text that begins calls and comes from elsewhere; empty: it is written here."""
         self._is_opened = False
         """A text was to begin with `opening`: if before `row` is called, each call has its own."""
+        self._own_ids: set[int] = set()
+        """The special tokens of the format."""
         self.schemas = schemas
         self._most = most
         self._special = special
@@ -67,9 +67,9 @@ class CallGrammar:
 
     def text(self, text: str) -> str:
         """A fixed text of the format."""
-        if self._opening and text.startswith(self._opening):
+        if self.opening and text.startswith(self.opening):
             self._is_opened = True
-            text = text.removeprefix(self._opening)
+            text = text.removeprefix(self.opening)
         return self._fixed(text)
 
     def _fixed(self, text: str) -> str:
@@ -77,6 +77,7 @@ class CallGrammar:
         self._count(len(text))
         parts, end = [], 0
         for found in self._parts.finditer(text) if self._parts is not None else ():
+            self._own_ids.add(self._special[found[0]])
             parts += [_quoted(text[end : found.start()]), f"<[{self._special[found[0]]}]>"]
             end = found.end()
         return " ".join([part for part in (*parts, _quoted(text[end:])) if part])
@@ -95,18 +96,23 @@ class CallGrammar:
         """A call of one of the functions, each written by `call` from its name and schema."""
         return self.one_of([call(name, schema) for name, schema in self.schemas.items()])
 
-    def in_text(self, calls: str, allowed: Iterable[str]) -> str:
+    def in_text(self, calls: Callable[[CallGrammar], str], openings: Iterable[str]) -> str:
         """The whole grammar of any text with calls in it, from their opening on.
 
-        Where one call is the most, it ends the text.
+        The text may have all special tokens but the format's. Where one call is the most, it ends
+        the text.
 
         Args:
-            calls: the calls behind an opening.
-            allowed: special tokens that the text may have.
+            calls: writes the calls behind an opening.
+            openings: the texts that begin calls.
         """
-        tokens = [f"<[{self._special[one]}]>" for one in allowed if one in self._special]
-        free = f"({' | '.join([f'/{_ANY_TEXT}+/', *tokens])})*" if tokens else ""
-        held = self.sequence(free, self.up_to(ANY_TEXT, self._opening), calls)
+        each = []
+        for opening in openings:
+            self.opening, self._is_opened = opening, False
+            each.append(self.sequence(self.up_to(ANY_TEXT, opening), calls(self)))
+        others = sorted(set(self._special.values()) - self._own_ids)
+        free = f"(/{_ANY_TEXT}+/ | <[{_ranges(others)}]>)*" if others else ""
+        held = self.sequence(free, self.one_of(each))
         text = free or ANY_TEXT
         return self.lark(f"{held} | {text}" if self._most == 1 else f"({held})* {text}")
 
@@ -313,6 +319,17 @@ def invocation(grammar: CallGrammar, marks: Marks, key: str = "{}") -> str:
         )
 
     return grammar.each(call)
+
+
+def _ranges(ids: Iterable[int]) -> str:
+    """Rising numbers, those that follow each other as a range."""
+    found: list[list[int]] = []
+    for one in ids:
+        if found and found[-1][1] == one - 1:
+            found[-1][1] = one
+        else:
+            found.append([one, one])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in found)
 
 
 def _quoted(text: str) -> str:

@@ -34,8 +34,8 @@ class ToolFormat:
     """
     shown_by: Callable[[str], bool]
     """A function that tells whether a chat template, which shows tools, has this format."""
-    opening: str = ""
-    """The text that begins calls in other text; empty: none does."""
+    openings: tuple[str, ...] = ()
+    """The texts that begin calls in other text."""
     tells_reasoning: bool = False
     """Whether the parser finds reasoning, too, and is used for outputs without calls."""
     new_id: Callable[[str, int], str] = new_call_id

@@ -270,14 +270,15 @@ def _own_grammar(
         tokens: the vocabulary.
         in_text: whether calls may come, in other text.
     """
-    form, tags = dialect.tools, dialect.reasoning
-    if form is None or (in_text and not form.opening):
+    form = dialect.tools
+    if form is None or (in_text and not form.openings):
         return None
-    grammar = CallGrammar(schemas, most, tokens.unspelled_ids, form.opening if in_text else "")
+    grammar = CallGrammar(schemas, most, tokens.unspelled_ids)
     try:
-        calls = form.grammar(grammar)
-        allowed = (tags.open, tags.close) if tags is not None else ()
-        written = grammar.in_text(calls, allowed) if in_text else grammar.lark(calls)
+        if in_text:
+            written = grammar.in_text(form.grammar, form.openings)
+        else:
+            written = grammar.lark(form.grammar(grammar))
     except NoGrammarError:
         return None
     return written if len(written.encode()) <= MAX_GRAMMAR_BYTES else None

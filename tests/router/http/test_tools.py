@@ -590,12 +590,13 @@ async def test_an_answer_of_gpt_oss_is_sent_back(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
-    for said, shown in [
+    answers: list[tuple[dict[str, Any], str]] = [
         ({"content": "I look.", "reasoning": "Hm.", "tool_calls": [call]}, "I look.weather"),
         ({"content": None, "reasoning": "Hm.", "tool_calls": [call]}, "Hm.weather"),
         ({"content": "I look.", "tool_calls": []}, "I look."),
         ({"content": "I look.", "tool_calls": None}, "I look."),
-    ]:
+    ]
+    for said, shown in answers:
         async with served(config, tmp_path, GPT_OSS) as (cluster, client):
             cluster.workers[0].on_submit = saying("Sun.", tokenizer)
             await ask(client, messages=[{"role": "assistant", **said}])

@@ -89,5 +89,5 @@ DEEPSEEK_V3: Final = ToolFormat(
     parser,
     _grammar,
     lambda template: BETWEEN in template and "```json" in template,
-    OPEN,
+    (OPEN,),
 )

@@ -30,5 +30,5 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 DEEPSEEK_V31: Final = ToolFormat(
-    "deepseek_v31", parser, _grammar, lambda template: BETWEEN in template, OPEN
+    "deepseek_v31", parser, _grammar, lambda template: BETWEEN in template, (OPEN,)
 )

@@ -48,7 +48,7 @@ def _format(name: str) -> ToolFormat:
     def is_shown(template: str) -> bool:  # it may have the mark in a variable
         return _MARK in template and f"{block}>" in template
 
-    return ToolFormat(name, parser, grammar, is_shown, opening)
+    return ToolFormat(name, parser, grammar, is_shown, (opening,))
 
 
 DEEPSEEK_V32: Final = _format("deepseek_v32")

@@ -59,7 +59,7 @@ def _format(name: str, between: str, shown: str) -> ToolFormat:
 
         return grammar.row(grammar.each(call), between)
 
-    return ToolFormat(name, _parser, grammar, lambda template: shown in template, _OPEN)
+    return ToolFormat(name, _parser, grammar, lambda template: shown in template, (_OPEN,))
 
 
 GLM45: Final = _format("glm45", "\n", _MARKS.argument)

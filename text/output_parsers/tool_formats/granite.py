@@ -24,7 +24,7 @@ def _parser(_schemas: Schemas, is_whole: bool) -> BlockParser:
 
 def _grammar(grammar: CallGrammar) -> str:
     calls = grammar.row(call_object(grammar), ", ")
-    return grammar.sequence(grammar.text(f"{_OPEN}["), calls, grammar.text("]"))
+    return grammar.sequence(grammar.text(f"{grammar.opening or _OPEN}["), calls, grammar.text("]"))
 
 
 GRANITE: Final = ToolFormat(
@@ -32,5 +32,5 @@ GRANITE: Final = ToolFormat(
     _parser,
     _grammar,
     lambda template: _OPEN in template or "<function_call>" in template,
-    _OPEN,
+    (_OPEN, *_OTHERS),
 )

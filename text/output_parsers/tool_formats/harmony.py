@@ -25,7 +25,7 @@ _PEOPLE: Final = ("assistant", "user", "all")
 class HarmonyParser:
     """A parser of harmony: reasoning in the channel `analysis`, content, and calls of tools.
 
-    A text without channels is content.
+    A text that begins without a header is content, and so is a tag behind a backtick.
 
     Args:
         is_whole: tell a call when it is complete, and only if its arguments are JSON.
@@ -56,6 +56,7 @@ class HarmonyParser:
 
     def _messages(self) -> Generator[None, None, None]:
         source = self._source
+        is_first = True
         while not (source.has_ended and not source.text):
             source.begin("")
             header = ""
@@ -63,10 +64,24 @@ class HarmonyParser:
                 source.give_back(begins)
                 header, tag = yield from source.until(_MESSAGE)
                 if not tag:
-                    if not source.has_ended:
+                    if not source.is_cut:
                         self._add(header, is_reasoning=False)
+                    is_first = False
                     continue
+            elif is_first:
+                yield from self._all_content()
+            is_first = False
             yield from self._message(header)
+
+    def _all_content(self) -> Generator[None, None, None]:
+        """Take all that comes as content."""
+        is_first = True
+        while not self._source.has_ended or self._source.text:
+            if text := self._source.take(len(self._source.text)):
+                self._add(text, is_reasoning=False, is_first=is_first)
+                is_first = False
+            if not self._source.has_ended:
+                yield
 
     def _message(self, header: str) -> Generator[None, None, None]:
         """Read a message behind its header, and its end."""
@@ -75,9 +90,12 @@ class HarmonyParser:
         if name and name not in _PEOPLE:
             yield from self._call(name)
         is_reasoning = channel is not None and channel[1] == "analysis"
-        is_first = True
+        is_first, is_quoting = True, False
         while True:
             text, tag = yield from self._source.until(*_ENDS, _START, _CHANNEL, most=0)
+            is_quoting = text.endswith("`") if text else is_quoting
+            if is_quoting and tag:
+                text, tag, is_quoting = text + tag, "", False
             if name and is_first:  # white space behind a call is none of its
                 text = text.lstrip()
             if text:

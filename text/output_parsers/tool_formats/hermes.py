@@ -28,5 +28,5 @@ HERMES: Final = ToolFormat(
     _parser,
     _grammar,
     lambda template: _OPEN in template and '"arguments"' in template,
-    _OPEN,
+    (_OPEN,),
 )

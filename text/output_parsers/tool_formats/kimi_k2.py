@@ -55,6 +55,6 @@ KIMI_K2: Final = ToolFormat(
     _parser,
     _grammar,
     lambda template: _BETWEEN in template,
-    _OPEN,
+    (_OPEN,),
     new_id=lambda name, number: f"functions.{name}:{number}",
 )

@@ -130,5 +130,5 @@ LLAMA4_PYTHONIC: Final = ToolFormat(
     lambda _schemas, is_whole: Llama4Parser(is_whole=is_whole),
     _tagged_grammar,
     _is_shown,
-    _OPEN,
+    (_OPEN,),
 )

@@ -33,5 +33,5 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 MINIMAX_M2: Final = ToolFormat(
-    "minimax_m2", _parser, _grammar, lambda template: _OPEN in template, _OPEN
+    "minimax_m2", _parser, _grammar, lambda template: _OPEN in template, (_OPEN,)
 )

@@ -64,9 +64,14 @@ MISTRAL: Final = ToolFormat(
     _parser,
     _new_grammar,
     lambda template: _OPEN in template and _ARGUMENTS in template,
-    _OPEN,
+    (_OPEN,),
     new_id=_new_id,
 )
 MISTRAL_LIST: Final = ToolFormat(
-    "mistral_list", _parser, _old_grammar, lambda template: _OPEN in template, _OPEN, new_id=_new_id
+    "mistral_list",
+    _parser,
+    _old_grammar,
+    lambda template: _OPEN in template,
+    (_OPEN,),
+    new_id=_new_id,
 )

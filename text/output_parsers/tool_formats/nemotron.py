@@ -24,5 +24,5 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 NEMOTRON: Final = ToolFormat(
-    "nemotron_json", _parser, _grammar, lambda template: _OPEN in template, _OPEN
+    "nemotron_json", _parser, _grammar, lambda template: _OPEN in template, (_OPEN,)
 )

@@ -28,7 +28,7 @@ def _parser(_schemas: Schemas, is_whole: bool) -> BlockParser:
 
 def _grammar(grammar: CallGrammar) -> str:
     calls = grammar.row(call_object(grammar), ", ")
-    return grammar.sequence(grammar.text(_WORD), calls, grammar.text("]"))
+    return grammar.sequence(grammar.text(grammar.opening or _WORD), calls, grammar.text("]"))
 
 
 def _is_shown(template: str) -> bool:
@@ -41,5 +41,5 @@ PHI4_MINI: Final = ToolFormat(
     _parser,
     _grammar,
     _is_shown,
-    _WORD,
+    (_WORD, f"{_OPEN}["),
 )

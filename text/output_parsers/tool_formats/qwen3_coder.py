@@ -29,9 +29,11 @@ def _parser(schemas: Schemas, is_whole: bool) -> BlockParser:
 
 
 def _grammar(grammar: CallGrammar) -> str:
+    before = "" if grammar.opening == _MARKS.call else f"{_OPEN}\n"
+
     def call(name: str, schema: Schema) -> str:
         return grammar.sequence(
-            grammar.text(f"{_OPEN}\n{_MARKS.call}{name}>\n"),
+            grammar.text(f"{before}{_MARKS.call}{name}>\n"),
             grammar.marked(schema, _MARKS, "\n"),
             grammar.text(f"{_MARKS.call_end}\n{_CLOSE}"),
         )
@@ -44,5 +46,5 @@ QWEN3_CODER: Final = ToolFormat(
     _parser,
     _grammar,
     lambda template: _OPEN in template and _MARKS.call in template,
-    _OPEN,
+    (_OPEN, _MARKS.call),
 )
