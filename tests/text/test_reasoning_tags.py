@@ -36,6 +36,7 @@ OUTPUTS = [
         "Hm.",
         "Yes.",
     ),
+    ("granite", "", "Here's my thought process: Hm. Here's my response: Yes.", "Hm.", "Yes."),
     ("granite", "", "Here is my answer: Yes.", "", "Here is my answer: Yes."),
 ]
 

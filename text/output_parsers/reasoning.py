@@ -43,10 +43,11 @@ class ReasoningParser:
         if self._is_inside is None:
             begun = self._held.lstrip()
             waits = not is_long(len(self._held) - len(begun))
-            if begun.startswith(self._form.open) and waits:
-                self._is_inside, self._held = True, begun.removeprefix(self._form.open)
+            opened = next((one for one in self._form.opens if begun.startswith(one)), None)
+            if opened is not None and waits:
+                self._is_inside, self._held = True, begun.removeprefix(opened)
                 self._skips_space = True
-            elif self._form.open.startswith(begun) and waits:
+            elif any(one.startswith(begun) for one in self._form.opens) and waits:
                 return []
             else:
                 self._decide()
@@ -73,7 +74,7 @@ class ReasoningParser:
         if self._skips_space:
             self._held = self._held.lstrip()
             self._skips_space = not self._held
-        tags = [self._form.close, *filter(None, [self._form.ends_before])]
+        tags = [*self._form.closes, *filter(None, [self._form.ends_before])]
         found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
         if not found:
             possible = max(overlap(self._held, tag) for tag in tags)
@@ -82,7 +83,7 @@ class ReasoningParser:
             return [OutputPiece(reasoning=sure)] if sure else []
         at, tag = min(found)
         said = self._space.cut(self._held[:at])
-        self._held = self._held[at + (len(tag) if tag == self._form.close else 0) :]
+        self._held = self._held[at + (len(tag) if tag in self._form.closes else 0) :]
         self._is_inside, self._skips_space = False, True
         return [*([OutputPiece(reasoning=said)] if said else []), *self._behind()]
 

@@ -11,8 +11,10 @@ from typing import Final
 class ReasoningTags:
     """The tags around reasoning, which stands before all else."""
 
-    open: str
-    close: str
+    opens: tuple[str, ...]
+    """The spellings of the opening tag, none of which begins with another."""
+    closes: tuple[str, ...]
+    """The spellings of the closing tag."""
     begins_inside: bool = False
     """Whether an output without the opening tag begins with reasoning all the same."""
     ends_before: str = ""
@@ -21,16 +23,18 @@ class ReasoningTags:
     def ends_in(self, prompt: str) -> bool:
         """Whether a rendered prompt has begun the reasoning of the answer."""
         end = prompt.rstrip()
-        return end.endswith(self.open) or (self.begins_inside and not end.endswith(self.close))
+        return end.endswith(self.opens) or (self.begins_inside and not end.endswith(self.closes))
 
 
-THINK: Final = ReasoningTags("<think>", "</think>")
-_BEGUN: Final = ReasoningTags("<think>", "</think>", begins_inside=True)
-_KIMI: Final = ReasoningTags("<think>", "</think>", ends_before="<|tool_calls_section_begin|>")
-_MISTRAL: Final = ReasoningTags("[THINK]", "[/THINK]")
+THINK: Final = ReasoningTags(("<think>",), ("</think>",))
+_BEGUN: Final = ReasoningTags(("<think>",), ("</think>",), begins_inside=True)
+_KIMI: Final = ReasoningTags(
+    ("<think>",), ("</think>",), ends_before="<|tool_calls_section_begin|>"
+)
+_MISTRAL: Final = ReasoningTags(("[THINK]",), ("[/THINK]",))
 _GRANITE: Final = ReasoningTags(
-    "Here is my thought process:",
-    "Here is my response:",
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
 )
 REASONING_TAGS: Final[Mapping[str, ReasoningTags]] = {
     "think": THINK,
@@ -48,10 +52,9 @@ REASONING_TAGS: Final[Mapping[str, ReasoningTags]] = {
 
 def reasoning_tags_of(template: str) -> ReasoningTags | None:
     """The tags that a chat template shows; None if it shows none."""
-    if _MISTRAL.open in template:
-        return _MISTRAL
-    if _GRANITE.open in template:
-        return _GRANITE
-    if THINK.open not in template and THINK.close not in template:
+    for tags in (_MISTRAL, _GRANITE):
+        if any(one in template for one in tags.opens):
+            return tags
+    if not any(one in template for one in (*THINK.opens, *THINK.closes)):
         return None
     return _KIMI if _KIMI.ends_before in template else THINK

@@ -36,7 +36,5 @@ class ToolFormat:
     """A function that tells whether a chat template, which shows tools, has this format."""
     openings: tuple[str, ...] = ()
     """The texts that begin calls in other text."""
-    tells_reasoning: bool = False
-    """Whether the parser finds reasoning, too, and is used for outputs without calls."""
     new_id: Callable[[str, int], str] = new_call_id
     """A function that makes the id of a call without one, by its name and number."""

@@ -67,9 +67,9 @@ class ChatPrompt:
         end = text.rstrip()
         if self._options["continue_final_message"]:
             said = self._messages[-1]["content"]
-            begun, closed = map(said.rfind, (self._tags.open, self._tags.close))
-            self.ends_in_reasoning = begun > closed
-            self.ends_in_words = not end.endswith(self._tags.open)
+            begun = max(map(said.rfind, self._tags.opens))
+            self.ends_in_reasoning = begun > max(map(said.rfind, self._tags.closes))
+            self.ends_in_words = not end.endswith(self._tags.opens)
         else:
             self.ends_in_reasoning = self._tags.ends_in(end)
         return encoded(self.field, text, self._encode, limits)

@@ -33,7 +33,7 @@ from kvrelay.text.output_parsers.reasoning_tags import (
     reasoning_tags_of,
 )
 from kvrelay.text.output_parsers.tool_format import ToolFormat
-from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY
+from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY, HarmonyParser
 from kvrelay.text.output_parsers.tool_formats.llama3_json import json_calls_parser
 from kvrelay.text.token_texts import TokenTexts
 from kvrelay.v1 import inference_pb2
@@ -55,6 +55,8 @@ class Dialect:
     calls_are_parsed: bool
     reasoning: ReasoningTags | None
     """The tags of the reasoning that its output may begin with; None: it has none."""
+    channels: MakeParser | None = None
+    """A function that makes a parser of outputs in harmony's channels; None: it has none."""
 
     @classmethod
     def of(cls, config: RouterConfig, template: ChatTemplate | None) -> Dialect:
@@ -67,7 +69,25 @@ class Dialect:
             tools = HARMONY
         is_shown = reasoning is ReasoningFormat.AUTO
         tags = reasoning_tags_of(source) if is_shown else REASONING_TAGS.get(reasoning.value)
-        return cls(template, tools, wanted is not ToolParser.NONE, tags)
+        tells_calls = wanted is not ToolParser.NONE
+        tells_reasoning = reasoning is not ReasoningFormat.NONE
+        has_channels = tools is HARMONY or (
+            tools is None
+            and (
+                (is_shown and HARMONY.shown_by(source))
+                or reasoning is ReasoningFormat.OPENAI_GPTOSS
+            )
+        )
+        channels = functools.partial(
+            _channels, tells_calls=tells_calls, tells_reasoning=tells_reasoning
+        )
+        return cls(template, tools, tells_calls, tags, channels if has_channels else None)
+
+
+def _channels(is_whole: bool, *, tells_calls: bool, tells_reasoning: bool) -> OutputParser:
+    return HarmonyParser(
+        is_whole=is_whole, tells_calls=tells_calls, tells_reasoning=tells_reasoning
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +118,12 @@ class Tools:
             return lambda is_whole: NamedCallParser(self.named, is_whole=is_whole)
         if self.required and not self.in_own_format:
             return lambda is_whole: CallsAloneParser(json_calls_parser({}, is_whole))
-        if dialect.tools is None or not (self.shown or dialect.tools.tells_reasoning):
+        if dialect.channels is not None:
+            make = dialect.channels
+        elif dialect.tools is None or not self.shown:
             return None
-        make = functools.partial(dialect.tools.parser, self.schemas)
+        else:
+            make = functools.partial(dialect.tools.parser, self.schemas)
         if self.named or self.required:
             return lambda is_whole: CallsAloneParser(make(is_whole))
         if self.first_alone:
@@ -123,8 +146,8 @@ def speaker(
         separates: whether reasoning is told apart from content.
     """
     make = tools.parser(dialect)
-    tags, in_calls = dialect.reasoning, dialect.tools is not None and dialect.tools.tells_reasoning
-    if tags is None or not separates or has_form or in_calls:
+    tags = dialect.reasoning
+    if tags is None or not separates or has_form or dialect.channels is not None:
         return make
 
     def make_speaker(is_whole: bool) -> OutputParser:
@@ -207,10 +230,10 @@ def read_tools(
 
 def _has_tags(dialect: Dialect, tokens: TokenTexts, *, may_call: bool) -> bool:
     """Return whether tags must stay in an output, which are special in some vocabularies."""
-    form, tags = dialect.tools, dialect.reasoning
-    if form is not None and (may_call or form.tells_reasoning):
+    tags = dialect.reasoning
+    if dialect.channels is not None or (dialect.tools is not None and may_call):
         return True
-    return tags is not None and bool(tokens.special_ids.keys() & {tags.open, tags.close})
+    return tags is not None and bool(tokens.special_ids.keys() & {*tags.opens, *tags.closes})
 
 
 def _hold_strict_calls(

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 from tokenizers import Tokenizer
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 
 from .test_tools import ASKED, ask, saying, served, whole
 
@@ -101,3 +101,24 @@ async def test_the_channels_of_harmony_are_kept_apart(
         message, reason = whole(await ask(client, tools=openai.omit))
         assert (message["reasoning"], message["content"], reason) == ("Hm.", "Yes.", "stop")
         assert not cluster.workers[0].submits[0].sampling_params.skip_special_tokens
+
+
+async def test_channels_of_harmony_that_nobody_wants_told(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """They are content, without the tags."""
+    template = "{{ messages[0].content }}{# tools <|channel|> #}"
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "x"}'
+    text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{call}"
+    given = '{"city": "x"}'
+    cases: list[tuple[dict[str, Any], str, str, list[str]]] = [
+        ({"tool_call_parser": ToolParser.NONE}, "Hm.", given, []),
+        ({"reasoning_parser": ReasoningFormat.NONE}, "", "Hm.", [given]),
+        ({"reasoning_parser": ReasoningFormat.OPENAI_GPTOSS}, "Hm.", "", [given]),
+    ]
+    for changes, reasoning, content, calls in cases:
+        async with served(config, tmp_path, template, **changes) as (cluster, client):
+            cluster.workers[0].on_submit = saying(text, tokenizer)
+            message, _ = whole(await ask(client))
+            assert (message["reasoning"], message["content"]) == (reasoning, content)
+            assert [arguments for _, arguments in message["calls"]] == calls

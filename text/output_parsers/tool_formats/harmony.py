@@ -29,9 +29,15 @@ class HarmonyParser:
 
     Args:
         is_whole: tell a call when it is complete, and only if its arguments are JSON.
+        tells_calls: tell calls; otherwise they are content.
+        tells_reasoning: tell reasoning; otherwise it is content.
     """
 
-    def __init__(self, *, is_whole: bool = False) -> None:
+    def __init__(
+        self, *, is_whole: bool = False, tells_calls: bool = True, tells_reasoning: bool = True
+    ) -> None:
+        self._tells_calls = tells_calls
+        self._tells_reasoning = tells_reasoning
         self._source = Source()
         self._calls = ToldCalls(is_whole=is_whole)
         self._pieces: list[OutputPiece] = []
@@ -87,9 +93,10 @@ class HarmonyParser:
         """Read a message behind its header, and its end."""
         channel, recipient = _NAMED.search(header), _RECIPIENT.search(header)
         name = recipient[1].removeprefix("functions.") if recipient is not None else ""
-        if name and name not in _PEOPLE:
+        is_call = bool(name) and name not in _PEOPLE
+        if is_call and self._tells_calls:
             yield from self._call(name)
-        is_reasoning = channel is not None and channel[1] == "analysis"
+        is_reasoning = channel is not None and channel[1] == "analysis" and self._tells_reasoning
         is_first, is_quoting = True, False
         while True:
             text, tag = yield from self._source.until(*_ENDS, _START, _CHANNEL, most=0)
@@ -142,5 +149,4 @@ HARMONY: Final = ToolFormat(
     lambda _schemas, is_whole: HarmonyParser(is_whole=is_whole),
     _grammar,
     lambda template: _CHANNEL in template,
-    tells_reasoning=True,
 )
