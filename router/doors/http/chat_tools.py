@@ -71,13 +71,9 @@ class Dialect:
         tags = reasoning_tags_of(source) if is_shown else REASONING_TAGS.get(reasoning.value)
         tells_calls = wanted is not ToolParser.NONE
         tells_reasoning = reasoning is not ReasoningFormat.NONE
-        has_channels = tools is HARMONY or (
-            tools is None
-            and (
-                (is_shown and HARMONY.shown_by(source))
-                or reasoning is ReasoningFormat.OPENAI_GPTOSS
-            )
-        )
+        names_channels = reasoning is ReasoningFormat.OPENAI_GPTOSS
+        shows_channels = is_shown and HARMONY.shown_by(source)
+        has_channels = tools is HARMONY or (tools is None and (names_channels or shows_channels))
         channels = functools.partial(
             _channels, tells_calls=tells_calls, tells_reasoning=tells_reasoning
         )

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
@@ -452,11 +453,13 @@ async def test_strict_calls_that_may_come(
         assert (message["reasoning"], reason) == ("Hm.", "tool_calls")
         assert message["content"] == "I look.\nI look."
         grammar = worker.submits[0].sampling_params.structured_output.grammar
-        compiled = GrammarCompiler(byte_vocabulary).compile(StructuredOutput(grammar=grammar))
+        vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=[EOS])
+        compiled = GrammarCompiler(lambda: vocabulary).compile(StructuredOutput(grammar=grammar))
         for said, is_good in ((text.partition("\n<tool_call>\n{\"name\": \"time")[0], True),
                               (text.replace("city", "town"), False)):  # fmt: skip
             matcher = compiled.deep_copy()
-            taken = matcher.consume_tokens(list(said.encode())) and matcher.is_accepting()
+            ids = tokenizer.encode(said, add_special_tokens=False).ids
+            taken = matcher.consume_tokens(ids) and matcher.is_accepting()
             assert taken is is_good
         await ask(client)
         assert not worker.submits[-1].sampling_params.HasField("structured_output")
