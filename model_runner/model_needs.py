@@ -1,4 +1,4 @@
-"""What running a model takes, from its config.json alone: whose code, weights, and KV."""
+"""The needs of a model, from its config.json alone: whose code, weights, and KV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.model_runner.transformers_model.configuration import TransformersCo
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model needs of workers."""
+    """The needs that a model has of its workers."""
 
     architecture: str
     code: ModelCode
