@@ -298,7 +298,7 @@ def assert_absent_fields_are_those_of(
     folder: Path,
     made: dict[str, Any],
     wrap: Callable[[dict[str, Any]], dict[str, Any]],
-    may_leave_all: bool,
+    optional: bool,
 ) -> None:
     """Each field may be left out, or is missed by name; never does it become another one."""
 
@@ -318,7 +318,7 @@ def assert_absent_fields_are_those_of(
         else:
             assert without == whole, name
     assert read_made({"model_type": made["model_type"], **needed}) == whole
-    assert not (may_leave_all and needed)
+    assert not (optional and needed)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
