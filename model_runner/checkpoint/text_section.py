@@ -12,7 +12,7 @@ from kvrelay.model_runner.errors import UnknownArchitectureError
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapper:
+class ImageModel:
     """A model for images whose decoder computes text as if it were alone."""
 
     text_type: str
@@ -25,14 +25,14 @@ class Wrapper:
     """Whether config.json may have the fields of `text_config` without it."""
 
 
-WRAPPERS: Final[Mapping[str, Wrapper]] = {
-    "Gemma3ForConditionalGeneration": Wrapper("gemma3_text", ties=True),
-    "Mistral3ForConditionalGeneration": Wrapper("mistral", ties=True),
-    "LlavaForConditionalGeneration": Wrapper("llama", section_may_tie=True),
-    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+WRAPPERS: Final[Mapping[str, ImageModel]] = {
+    "Gemma3ForConditionalGeneration": ImageModel("gemma3_text", ties=True),
+    "Mistral3ForConditionalGeneration": ImageModel("mistral", ties=True),
+    "LlavaForConditionalGeneration": ImageModel("llama", section_may_tie=True),
+    "Qwen2_5_VLForConditionalGeneration": ImageModel(
         "qwen2_5_vl_text", section_may_tie=True, may_be_flat=True
     ),
-    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl_text"),
+    "Qwen3VLForConditionalGeneration": ImageModel("qwen3_vl_text"),
 }
 """The models for images that are served, by transformers' names of them."""
 
@@ -109,7 +109,7 @@ def find_architecture(config: ConfigFile) -> tuple[str, ConfigFile]:
     return name, ARCHITECTURES[name].complete(config)
 
 
-def _read_section(config: ConfigFile, wrapper: Wrapper) -> tuple[str, ConfigFile]:
+def _read_section(config: ConfigFile, wrapper: ImageModel) -> tuple[str, ConfigFile]:
     section = config.section("text_config")
     if config.has("quantization_config"):
         outer = {"quantization_config": config.get("quantization_config")}

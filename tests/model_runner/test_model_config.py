@@ -280,7 +280,8 @@ def test_gpt_oss_as_on_the_hub(tmp_path: Path) -> None:
     assert windows(config) == [128, None]
     assert isinstance(config.attention, GQAConfig)
     assert (config.attention.has_sinks, config.attention.qkv_bias) == (True, True)
-    for empty in ({}, {"rope_scaling": None}, {"rope_scaling": {}}, {"rope_parameters": None}):
+    none: list[dict[str, Any]] = [{}, {"rope_scaling": None}, {"rope_scaling": {}}]
+    for empty in (*none, {"rope_parameters": None}):
         assert config == read(tmp_path, **oss, **empty), "transformers assumes this yarn"
     moe = config.layers[0].moe
     assert moe is not None
