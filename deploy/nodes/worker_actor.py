@@ -103,8 +103,9 @@ class WorkerActor:
     async def ask_who_it_is(self, *, seconds: float) -> WorkerInfo | None:
         """Ask until the process answers; None: no worker has started in it yet.
 
-        The answer takes a process no time, so one that has not answered after `seconds` is killed.
-        Ray fails calls until it has noticed that a process has ended, so the pauses are short.
+        One that has not answered after `seconds` is killed. A new process may have to import
+        modules before it answers. Ray fails calls until it has noticed that a process has ended, so
+        the pauses are short.
         """
         return await self.call_until_answered(
             WorkerHost.current, seconds=seconds, longest_pause_seconds=_ASK_AGAIN_SECONDS
