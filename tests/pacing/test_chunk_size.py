@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.pacing.chunk_size import (
@@ -61,3 +63,17 @@ def test_steps_lengthen_as_the_oldest_prompt_waits(
     waiting = WaitingPrompts(waited, 600)
     tokens = choose_chunk_tokens(speeds, rows, 0, 10_000, 600, targets, waiting=waiting)
     assert speeds.seconds_of(StepWork(tokens, 0, 8)) == pytest.approx(seconds, rel=0.02)
+
+
+def test_a_target_is_not_taken_for_out_of_reach_because_many_prompts_wait() -> None:
+    """Eight prompts attend to their own tokens alone: to an eighth of one long prompt's pairs."""
+    speeds = StepSpeeds(0.01, 1e-4, 1e-7, 2e-3, prompts_known=True, rows_known=True)
+    rows, one = StepWork(rows=8), StepWork.of_prompt(1024)
+    waiting = WaitingPrompts(0.0, 8 * one.prompt_tokens, 8 * one.prompt_pairs)
+    alone = 8 * (speeds.seconds_of(one) - speeds.seconds_per_step)
+    own = speeds.seconds_of(rows)
+    targets = LatencyTargets(ttft_seconds=alone + 24 * own)
+    limited = replace(speeds, chunk_tokens=512)
+    tokens = choose_chunk_tokens(limited, rows, 0, 512, 2000, targets, waiting=waiting)
+    chunk = replace(StepWork.of_prompt(tokens), rows=8)
+    assert speeds.seconds_of(chunk) == pytest.approx(own + alone / 24, rel=0.02)
