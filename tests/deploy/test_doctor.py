@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from kvrelay.deploy.examination.facts import (
     huge_pages_bytes,
     rdma_ports,
     transparent_huge_pages,
+    with_processor,
 )
 from kvrelay.deploy.examination.findings import Finding, Level, Node, NodePair, findings_of
 from kvrelay.deploy.nodes.local_ray import ray
@@ -89,6 +91,7 @@ def test_nothing_is_wrong_with_a_good_node():
         (node(open_files=1024), "open files", WARN, "at most 1024"),
         (node(numa_nodes=2), "cores", OK, "on 2 NUMA nodes; a worker keeps to one"),
         (node(processor="X, AMX"), "processor", OK, "X, AMX; products timed: none yet"),
+        (node(), "processor", OK, "not known; products timed: none yet"),
         (node(product_ways=WAYS), "processor", OK, "timed: 2 by own, 1 by onednn"),
         (node(model=""), "model", FAIL, "is not there"),
         (node(model="12"), "model", OK, "digest 12"),
@@ -297,3 +300,10 @@ async def test_a_pair_that_cannot_be_read_is_said_and_the_other_direction_is_mea
     assert pairs["b reads from c"].refusal == "died"
     assert not pairs["c reads from a"].refusal
     assert len(pairs) == 6
+
+
+def test_a_node_whose_torch_does_not_load_has_its_other_facts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "kvrelay.cpu_kernels.processor", None)
+    facts = with_processor(HERE)
+    assert facts.processor.startswith("not known: import of kvrelay.cpu_kernels.processor")
+    assert replace(facts, processor="") == HERE

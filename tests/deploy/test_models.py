@@ -262,5 +262,5 @@ def test_a_conversion_in_a_process_says_what_is_wrong(tmp_path: Path):
 
 
 def test_a_conversion_ends_with_a_parent_that_was_killed(tmp_path: Path):
-    command = [sys.executable, "-m", conversion.__name__, "none.gguf", tmp_path, "bfloat16"]
+    command = [sys.executable, "-m", conversion.__name__, "none.gguf", str(tmp_path), "bfloat16"]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60).returncode == 1
