@@ -154,7 +154,9 @@ def _late_seconds(
     alone = replace(speeds, chunk_tokens=0).seconds_of(whole) - own  # no row's time in it
     if target is None:
         return min(own + alone, waiting.seconds / _STEPS_WAITED)
-    steps = max((target - waiting.seconds - alone) / max(own, 1e-6), 1.0)
+    spare, own_least = target - waiting.seconds - alone, max(own, 1e-6)
+    in_flight = own + alone / max(spare / own_least, 1.0)  # the step that ends before this one
+    steps = max((spare - in_flight) / own_least, 1.0)
     return min(own + alone / steps, max(target, waiting.seconds) / _STEPS_TO_TARGET)
 
 
