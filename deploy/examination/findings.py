@@ -237,7 +237,7 @@ def _processor(node: Node, here: NodeFacts) -> _Verdict:
     facts = node.facts
     counts = Counter(facts.product_ways.values())
     ways = ", ".join(f"{count} by {way}" for way, count in counts.most_common())
-    return Level.OK, f"{facts.processor}; products timed: {ways or 'none yet'}", ""
+    return Level.OK, f"{facts.processor or 'not known'}; products timed: {ways or 'none yet'}", ""
 
 
 def _model(node: Node, here: NodeFacts) -> _Verdict:

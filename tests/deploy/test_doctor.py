@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from kvrelay.deploy.examination.facts import (
     huge_pages_bytes,
     rdma_ports,
     transparent_huge_pages,
+    with_processor,
 )
 from kvrelay.deploy.examination.findings import (
     Finding,
@@ -98,6 +100,7 @@ def test_nothing_is_wrong_with_a_good_node():
         (node(open_files=1024), "open files", WARN, "at most 1024"),
         (node(numa_nodes=2), "cores", OK, "on 2 NUMA nodes; a worker keeps to one"),
         (node(processor="X, AMX"), "processor", OK, "X, AMX; products timed: none yet"),
+        (node(), "processor", OK, "not known; products timed: none yet"),
         (node(product_ways=WAYS), "processor", OK, "timed: 2 by own, 1 by onednn"),
         (node(model=""), "model", FAIL, "is not there"),
         (node(model="12"), "model", OK, "digest 12"),
@@ -340,3 +343,10 @@ def test_a_models_config_says_how_it_runs_and_what_it_needs(tmp_path: Path):
     finding = known(finding_of_model(tmp_path))
     assert finding.level is FAIL
     assert "num_experts_per_tok" in finding.text
+
+
+def test_a_node_whose_torch_does_not_load_has_its_other_facts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "kvrelay.cpu_kernels.processor", None)
+    facts = with_processor(HERE)
+    assert facts.processor.startswith("not known: import of kvrelay.cpu_kernels.processor")
+    assert replace(facts, processor="") == HERE
