@@ -254,7 +254,17 @@ def test_flashinfer_is_given_what_its_kernel_reads(form: str, hidden: int, inner
     if form == "fp8":
         weights = in_fp8(weights)
     workspace = FusedWorkspace(fused_moe_double.PACKAGE)
-    experts = FlashInferExperts(
+    experts = make_fused(weights, workspace)
+    check_graph(experts, weights, torch.bfloat16, lambda one: one.dequantize(torch.float64))
+    [captured] = workspace._buffers
+    chosen, shares = choose(257)
+    experts(torch.zeros(257, hidden).bfloat16(), chosen, shares)
+    assert len(workspace._buffers) == 2
+    assert workspace._buffers[0] is captured
+
+
+def make_fused(weights: list[ExpertWeights], workspace: FusedWorkspace) -> FlashInferExperts:
+    return FlashInferExperts(
         iter(weights),
         EXPERTS,
         torch.bfloat16,
@@ -262,13 +272,22 @@ def test_flashinfer_is_given_what_its_kernel_reads(form: str, hidden: int, inner
         fused_moe_double.PACKAGE,
         workspace,
     )
-    check_graph(experts, weights, torch.bfloat16, lambda one: one.dequantize(torch.float64))
-    [(size, memory)] = workspace._buffers.items()
-    many = size + 1
-    chosen, shares = choose(many)
-    experts(torch.zeros(many, hidden).bfloat16(), chosen, shares)
-    assert list(workspace._buffers) == [size, 2 * size]
-    assert workspace._buffers[size] is memory
+
+
+def test_flashinfers_memory_is_enough_for_a_small_step_after_a_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In FP8 its size never falls: neither for layers in another dtype, nor for other models."""
+    monkeypatch.setattr(fused_moe_double, "most_pairs", {})
+    weights = make_weights(torch.bfloat16, biased=False, hidden=128, inner=128)
+    workspace = FusedWorkspace(fused_moe_double.PACKAGE)
+    in_bfloat16 = make_fused(weights, workspace)
+    experts = make_fused(in_fp8(weights), workspace)
+    draft = make_fused(in_fp8(weights), FusedWorkspace(fused_moe_double.PACKAGE))
+    steps = [(experts, 1), (in_bfloat16, 257), (experts, 257), (experts, 1)]
+    for one, tokens in (*steps, (draft, 513), (experts, 1)):
+        chosen = torch.zeros(tokens, 1, dtype=torch.int64)
+        one(torch.zeros(tokens, 128).bfloat16(), chosen, torch.ones(tokens, 1))
 
 
 def test_flashinfer_takes_the_doubles_arguments() -> None:
