@@ -60,8 +60,8 @@ class FusedWorkspace:
     """The device memory that the layers of a model share, one after the other.
 
     Each call gets the largest there is. Smaller ones stay for the graphs that were captured with
-    them. FlashInfer is asked each time: in FP8 a step needs as much as the largest one before it, of
-    any model in the process.
+    them. FlashInfer is asked each time: in FP8 a step needs as much as the largest one before it,
+    of any model in the process.
     """
 
     def __init__(self, package: Any) -> None:
