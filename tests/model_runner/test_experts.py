@@ -417,7 +417,8 @@ def test_an_expert_in_another_dtype_than_the_first_is_refused(
             fused_moe_double.PACKAGE,
         )
         assert len(list(factory._all_in_fp8(weights))) == 3
-        weights[2] = weights[2].dequantize(torch.bfloat16)
+        plain = [torch.empty(shape, device=DEVICE) for shape in ((256, 128), (128, 128))]
+        weights[2] = ExpertWeights(*plain)
         with pytest.raises(UnsupportedOptionError, match="expert 0 is in FP8, expert 2 is not"):
             list(factory._all_in_fp8(weights))
 
