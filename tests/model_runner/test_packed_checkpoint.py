@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
+from kvrelay.model_runner.checkpoint.packed_weight import unpack_bits
 from kvrelay.model_runner.checkpoint.quantization_reader import read_quantization
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.runner import ModelRunner
@@ -52,6 +53,7 @@ def packed(folder: Path, form: str, **changes: torch.Tensor | None) -> torch.Ten
     """Write the product ``a.b_proj`` and return what it is; `changes` replace its tensors."""
     config, pack = FORMATS[form]
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    weight[::5].abs_()  # zeros of 0
     tensors, meant = pack(weight)
     assert (meant - weight).abs().max() < 2, "it is near the weight that was packed"
     kept = {name: one for name, one in {**tensors, **changes}.items() if one is not None}
@@ -85,6 +87,18 @@ def test_numbers_of_every_format(form: str, tmp_path: Path) -> None:
     )
 
 
+def test_groups_of_a_product_that_was_not_calibrated(tmp_path: Path) -> None:
+    """`actorder` leaves their index as it was made, and groups are neighbours."""
+    meant = packed(tmp_path, "ct-4", weight_g_idx=torch.full((96,), -1, dtype=torch.int32))
+    assert torch.equal(opened(tmp_path).take("a.b_proj.weight", SHAPE), meant)
+
+
+def test_one_word_is_a_whole_dimension() -> None:
+    words = torch.tensor([[0x76543210, 0x01234567]], dtype=torch.int32)
+    numbers = unpack_bits(words.t(), 4, 8)
+    assert numbers.tolist() == [list(range(8)), [7, 6, 5, 4, 3, 2, 1, 0]]
+
+
 def test_blocks_of_all_experts(tmp_path: Path) -> None:
     """gpt-oss stores rows of outputs, and the plain form of its weights has rows of inputs."""
     generator = torch.Generator().manual_seed(0)
@@ -109,6 +123,7 @@ def test_blocks_of_all_experts(tmp_path: Path) -> None:
         ("gptq", {"qweight": torch.zeros(11, 160, dtype=torch.int32)}, "has shape [11, 160], exp"),
         ("gptq", {"scales": torch.ones(160)}, "scales has shape [160, 1], expected [160, 160]"),
         ("gptq", {"g_idx": torch.full((96,), 3)}, "g_idx names others than 3 groups"),
+        ("gptq", {"g_idx": torch.full((96,), -1)}, "g_idx names others than 3 groups"),
         ("gptq", {"g_idx": torch.ones(96)}, "g_idx is torch.float32, not torch.int32 or"),
         ("gptq", {"qweight": None}, "tensor a.b_proj.weight is missing"),
         ("gptq", {"qzeros": None}, "tensor a.b_proj.qzeros is missing"),
