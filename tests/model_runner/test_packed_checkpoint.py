@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
 from kvrelay.model_runner.checkpoint.packed_weight import unpack_bits
 from kvrelay.model_runner.checkpoint.quantization_reader import read_quantization
+from kvrelay.model_runner.config.quantization import PackedWeights
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fp8_models import SINGLE
@@ -289,3 +291,43 @@ def test_a_product_is_named_as_it_is_stored(tmp_path: Path) -> None:
     stored = {f"language_model.model.x.b_proj.{name}": one for name, one in tensors.items()}
     write(tmp_path, {**config, "bits": 4, "dynamic": {"+:language_model.*": {"bits": 8}}}, stored)
     assert torch.equal(opened(tmp_path).take("model.x.b_proj.weight", SHAPE), meant)
+
+
+def test_names_count_before_patterns_and_patterns_in_the_order_of_their_texts(
+    tmp_path: Path,
+) -> None:
+    """As in compressed-tensors, whatever group comes first."""
+    group = dict(_MIXED["config_groups"]["group_1"])
+    targets = ["re:.*b_proj", "Linear", "re:.*a.*", "x.a.b_proj"]
+    groups = {
+        f"group_{bits}": {
+            **group,
+            "targets": [target],
+            "weights": {**group["weights"], "num_bits": bits},
+        }
+        for bits, target in enumerate(targets, 1)
+    }
+    write(tmp_path, {**_MIXED, "config_groups": groups}, {})
+    checkpoint = opened(tmp_path)
+
+    def bits(product: str) -> int:
+        scheme = checkpoint.scheme_of(product)
+        assert isinstance(scheme, PackedWeights)
+        return scheme.bits
+
+    products = ("x.a.b_proj", "y.a.b_proj", "y.b_proj", "y.q", "x.a.b_proj.z")
+    assert list(map(bits, products)) == [4, 3, 1, 2, 3]
+    assert bits("y.b_proj") == 1
+
+
+def test_a_name_is_found_among_very_many(tmp_path: Path) -> None:
+    """A large model's file may name each product of each expert."""
+    names = [f"model.layers.{index}.down_proj" for index in range(1000)]
+    layers = {name: {"quant_algo": "NVFP4"} for name in names}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    write(tmp_path, {**config, "quantized_layers": layers}, {})
+    checkpoint = opened(tmp_path)
+    began = time.process_time()
+    assert all(map(checkpoint.scheme_of, names))
+    assert checkpoint.scheme_of("model.layers.0.down_proj.x") is None
+    assert time.process_time() - began < 5, "each one by one takes a minute"
