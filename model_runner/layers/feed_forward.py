@@ -109,9 +109,7 @@ def _read_each(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterato
         )
 
 
-def expert_schemes(
-    config: ModelConfig, checkpoint: Checkpoint
-) -> tuple[Fp8Weights | None, ...]:
+def expert_schemes(config: ModelConfig, checkpoint: Checkpoint) -> tuple[Fp8Weights | None, ...]:
     """The different schemes in FP8 that routed experts have; None among them: some are not in FP8.
 
     As in `ExpertFactory`, a layer's first expert speaks for all.

@@ -145,9 +145,9 @@ def test_graphs_ask_for_the_experts_own_scheme(
     attention = AttentionChoice.FLASHINFER
     use_double(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    with fake_cuda(monkeypatch):
-        with pytest.raises(UnsupportedOptionError, match="in FP8 the host chooses"):
-            ModelRunner(folder, "bfloat16", "cuda:0", attention=attention, graphs=options)
+    refused = pytest.raises(UnsupportedOptionError, match="in FP8 the host chooses")
+    with fake_cuda(monkeypatch), refused:
+        ModelRunner(folder, "bfloat16", "cuda:0", attention=attention, graphs=options)
     weights = load_file(plain / SINGLE)
     of_attention = {
         name: one for name, one in load_file(folder / SINGLE).items() if "self_attn" in name
