@@ -120,7 +120,7 @@ class ModelRunner:
         self.kernel_threads = kernel_threads or KernelThreads()
         """The threads of our kernels in a forward; torch's own operations have others."""
         path = Path(model_path)
-        self.config = _read_model(path, model_code)
+        self.config = read_model(path, model_code)
         if isinstance(self.config, TransformersConfig):
             _refuse_native_options(batch_invariant, kv_dtype, moe_backend)
         self.dtype = parse_dtype(dtype)
@@ -544,7 +544,7 @@ class ModelRunner:
         return tuple(map(self._attention.make, pools, self._kv_scales))
 
 
-def _read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfig:
+def read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfig:
     """Read config.json for the code that will compute the model."""
     if code is ModelCode.TRANSFORMERS:
         return read_transformers_config(folder)

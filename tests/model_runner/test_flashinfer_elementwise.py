@@ -311,7 +311,7 @@ PREPARE, LOCATE = FlashInferElementwise.prepare, AppendKernel.locate
     ("owner", "name", "fault", "message"),
     [
         (NormWeight, "of", _in_float32, "of the input's dtype"),
-        (FlashInferElementwise, "prepare", _cosines_alone, "the rest would stay"),
+        (FlashInferElementwise, "prepare", _cosines_alone, "turns as a whole"),
         (FlashInferElementwise, "prepare", _as_float32, "float32"),
         (flashinfer_elementwise, "_fills_vectors", _any_row, "broken vectors"),
         (AppendKernel, "locate", _wide_places, "another type"),
