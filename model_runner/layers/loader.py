@@ -142,6 +142,13 @@ class WeightLoader:
         """The weight of the product `name`, ``[out, in]`` in the model's dtype."""
         return self._take_plain({name: shape[0]}, shape[1])
 
+    def head(self, name: str, shape: tuple[int, int]) -> Linear:
+        """The product `name` that computes logits; what is in FP8 is dequantized."""
+        weight = self._take_packed({name: shape[0]}, shape[1])
+        if isinstance(weight, PackedWeight):
+            return self.linears.make_packed(weight, None, self.checkpoint.dtype)
+        return self.linears.make(self.weight(name, shape) if weight is None else weight)
+
     def output(
         self, prefix: str, name: str, inputs: int, has_bias: bool, norm: str
     ) -> OutputProjection:
