@@ -226,8 +226,9 @@ class Fp8Reader:
     def scheme(self, name: str) -> Fp8Weights | None:
         """The scheme of the product `name`; None: it is not in FP8, so it has no scales of it."""
         scheme = self._checkpoint.scheme_of(name)
-        is_fp8 = isinstance(scheme, Fp8Weights) and self._scale_name(name) in self._checkpoint
-        return scheme if is_fp8 else None
+        if isinstance(scheme, Fp8Weights) and self._scale_name(name) in self._checkpoint:
+            return scheme
+        return None
 
     def stacks(self, names: Mapping[str, int]) -> bool:
         """Whether the weights of these products (with their outputs) can be one weight in FP8."""

@@ -141,7 +141,6 @@ def test_a_model_keeps_its_bits(
     form: str, models: Models, tokens: list[int], tmp_path: Any
 ) -> None:
     """With --batch-invariant the logits are those of the dequantized model, in bfloat16."""
-    from kvrelay.model_runner.layers.decoder import Decoder
     from kvrelay.model_runner.runner import ModelRunner
     from tests.model_runner.packed_models import FORMATS, write_packed
     from tests.model_runner.sequences import Sequences
@@ -155,8 +154,6 @@ def test_a_model_keeps_its_bits(
         for folder in folders
     )
     assert torch.equal(got, expected)
-    runner = ModelRunner(folders[0], "bfloat16", "cpu", cpu_kernels="packed")
-    assert isinstance(runner._decoder, Decoder)
-    assert isinstance(runner._decoder._head, NibbleLinear)
-    near = Sequences(runner, 1, 40).forward({0: tokens[:20]})
+    running = Sequences(ModelRunner(folders[0], "bfloat16", "cpu", cpu_kernels="packed"), 1, 40)
+    near = running.forward({0: tokens[:20]})
     torch.testing.assert_close(near, expected, rtol=0.05, atol=0.05)

@@ -19,6 +19,9 @@ from kvrelay.model_runner.checkpoint.packed_weight import unpack_bits
 from kvrelay.model_runner.checkpoint.quantization_reader import read_quantization
 from kvrelay.model_runner.config.quantization import PackedWeights
 from kvrelay.model_runner.errors import CheckpointError
+from kvrelay.model_runner.layers.linear import LinearFactory
+from kvrelay.model_runner.layers.loader import WeightLoader
+from kvrelay.model_runner.layers.nibble_linear import NibbleLinear
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fp8_models import SINGLE
 from tests.model_runner.packed_models import (
@@ -99,6 +102,14 @@ def test_one_word_is_a_whole_dimension() -> None:
     words = torch.tensor([[0x76543210, 0x01234567]], dtype=torch.int32)
     numbers = unpack_bits(words.t(), 4, 8)
     assert numbers.tolist() == [list(range(8)), [7, 6, 5, 4, 3, 2, 1, 0]]
+
+
+def test_a_head_keeps_its_bits(tmp_path: Path) -> None:
+    packed(tmp_path, "gptq")
+    linears = LinearFactory(cpu_kernels="packed")
+    nothing: Any = None
+    loader = WeightLoader(nothing, opened(tmp_path, torch.bfloat16), nothing, linears, nothing)
+    assert isinstance(loader.head("a.b_proj", SHAPE), NibbleLinear)
 
 
 def test_blocks_of_all_experts(tmp_path: Path) -> None:
@@ -297,17 +308,15 @@ def test_names_count_before_patterns_and_patterns_in_the_order_of_their_texts(
     tmp_path: Path,
 ) -> None:
     """As in compressed-tensors, whatever group comes first."""
-    group = dict(_MIXED["config_groups"]["group_1"])
     targets = ["re:.*b_proj", "Linear", "re:.*a.*", "x.a.b_proj"]
     groups = {
         f"group_{bits}": {
-            **group,
             "targets": [target],
-            "weights": {**group["weights"], "num_bits": bits},
+            "weights": {"num_bits": bits, "type": "int", "strategy": "channel"},
         }
         for bits, target in enumerate(targets, 1)
     }
-    write(tmp_path, {**_MIXED, "config_groups": groups}, {})
+    write(tmp_path, {**_MIXED, "format": "pack-quantized", "config_groups": groups}, {})
     checkpoint = opened(tmp_path)
 
     def bits(product: str) -> int:
