@@ -237,7 +237,7 @@ def write_packed(
 ) -> tuple[Path, Path]:
     """The checkpoint `source` packed, and the one of what its weights then are, both in `folder`.
 
-    Products of layers and the head, by name, are packed as `pack` says; None leaves them.
+    Products of layers, by name, are packed as `pack` says; None leaves them as they are.
     """
     packed, plain = folder / "packed", folder / "plain"
     for target in (packed, plain):
@@ -246,8 +246,7 @@ def write_packed(
     meant: Tensors = {}
     for name, weight in load_file(source / SINGLE).items():
         product = name.removesuffix(".weight")
-        is_product = product != name and ("_proj" in name or product == "lm_head")
-        way = pack(product) if is_product else None
+        way = pack(product) if "_proj" in name and product != name else None
         if way is None:
             stored[name] = meant[name] = weight
             continue
