@@ -31,6 +31,7 @@ from kvrelay.model_runner.checkpoint.config_reader import read_config
 from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.checkpoint.kv_scales import skip_kv_scales, take_kv_scales
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphRoom, do_without_graphs
+from kvrelay.model_runner.config.fp8_weights import Fp8Weights
 from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.config.model_config import MLAConfig, ModelConfig
@@ -47,6 +48,7 @@ from kvrelay.model_runner.layers.experts.expert_factory import (
     experts_wait,
     refuse_experts,
 )
+from kvrelay.model_runner.layers.feed_forward import expert_schemes
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 from kvrelay.model_runner.transformers_model.configuration import (
@@ -135,6 +137,12 @@ class ModelRunner:
         self._moe_backend = moe_backend
         self._refuse_experts()
         fused = self._import_fused_experts()
+        checkpoint = self._open(path, on_read)
+        self._expert_schemes: tuple[Fp8Weights | None, ...] = (
+            expert_schemes(self.config, checkpoint)
+            if isinstance(self.config, ModelConfig) and checkpoint is not None
+            else ()
+        )
         room = self._graph_room(graphs)
         # Before the weights, so that unsupported options are refused at once.
         page_size = 1 if graphs is None else graphs.page_size
@@ -162,7 +170,7 @@ class ModelRunner:
             )
             self._kv_scales: list[list[KVScale]] = [[] for _ in self.config.pool_layers]
             self._decoder, self.weights_digest = self._load(
-                path, linears, elementwise, experts, on_read
+                path, checkpoint, linears, elementwise, experts, on_read
             )
         self._has_own_products = linears.is_mostly_own
         self._experts_arithmetic = experts.arithmetic
@@ -208,6 +216,7 @@ class ModelRunner:
     def _load(
         self,
         folder: Path,
+        checkpoint: Checkpoint | None,
         linears: LinearFactory,
         elementwise: Elementwise,
         experts: ExpertFactory,
@@ -220,13 +229,20 @@ class ModelRunner:
             parts = OwnParts(linears, elementwise, experts)
             return load_proven(self.config, dtype, device, self._attention, parts, threads, on_read)
         config = self.config
-        checkpoint = Checkpoint(
-            folder, len(config.layers), dtype, device, on_read, config.quantization
-        )
+        assert checkpoint is not None
         _say_what_is_dequantized(checkpoint)
         self._kv_scales = self._read_kv_scales(config, checkpoint)
         decoder = Decoder(config, checkpoint, dtype, device, linears, elementwise, experts, threads)
         return decoder, checkpoint.digest
+
+    def _open(self, folder: Path, on_read: Callable[[int], None]) -> Checkpoint | None:
+        """The checkpoint of a model of ours."""
+        config = self.config
+        if isinstance(config, TransformersConfig):
+            return None
+        return Checkpoint(
+            folder, len(config.layers), self.dtype, self.device, on_read, config.quantization
+        )
 
     @property
     def dummy_pages(self) -> int:
@@ -504,11 +520,10 @@ class ModelRunner:
             lack = "not for transformers' model code (--model-code)"
             do_without_graphs(lack, required=options.required)
             return None
-        if self._has_experts and (
-            wait := experts_wait(
-                self._moe_backend, self.config.fp8_weights, self.dtype, self.device
-            )
-        ):
+        for scheme in self._expert_schemes:
+            wait = experts_wait(self._moe_backend, scheme, self.dtype, self.device)
+            if wait is None:
+                continue
             do_without_graphs(f"not for these experts: {wait}", required=options.required)
             return None
         # Kernels of graphs do not know sequences that are shorter than what they bring.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,7 +93,7 @@ def read_tiktoken(path: Path) -> Tokenizer:
     Special tokens come behind the ranks. config.json's `model_type` tells the pattern. Raises
     whatever files of another form meet.
     """
-    model_type = json.loads((path.parent / "config.json").read_text())["model_type"]
+    model_type = _model_type(path.parent)
     if model_type not in _PATTERNS:
         known = ", ".join(_PATTERNS)
         raise ValueError(f"model_type {model_type!r} is none whose pattern is known ({known})")
@@ -108,18 +109,25 @@ def read_tiktoken(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def describe_tiktoken(path: Path) -> str:
+    """Describe all that `read_tiktoken` takes from the neighbours of `path`, in one text."""
+    added = _added_tokens(path.parent / _CONFIG_NAME)
+    tokens = [(token_id, one.get("content"), one.get("special")) for token_id, one in added.items()]
+    return json.dumps([_model_type(path.parent), sorted(tokens, key=itemgetter(0))])
+
+
 def tekken_roles(folder: Path) -> dict[str, str]:
     """Special tokens by their role, where tekken.json alone describes the tokenizer."""
     return dict(_TEKKEN_ROLES) if (folder / TEKKEN_NAME).exists() else {}
 
 
-def source_files(folder: Path) -> tuple[Path, ...]:
-    """The files that `read_tekken` or `read_tiktoken` reads, the main one first; empty: none."""
-    tekken, tiktoken = folder / TEKKEN_NAME, folder / TIKTOKEN_NAME
-    if tekken.exists():
-        return (tekken,)
-    beside = (folder / "config.json", folder / _CONFIG_NAME)
-    return (tiktoken, *filter(Path.exists, beside)) if tiktoken.exists() else ()
+def source_file(folder: Path) -> Path | None:
+    """The file that `read_tekken` or `read_tiktoken` reads; None: there is none."""
+    return next(filter(Path.exists, (folder / TEKKEN_NAME, folder / TIKTOKEN_NAME)), None)
+
+
+def _model_type(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text())["model_type"])
 
 
 def _added_tokens(path: Path) -> dict[int, Mapping[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,13 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from kvrelay.options.user_cache import cache_home
-from kvrelay.text.byte_ranks import TEKKEN_NAME, read_tekken, read_tiktoken, source_files
+from kvrelay.text.byte_ranks import (
+    TEKKEN_NAME,
+    describe_tiktoken,
+    read_tekken,
+    read_tiktoken,
+    source_file,
+)
 
 TOKENIZER_NAME: Final = "tokenizer.json"
 _SENTENCEPIECE_NAME: Final = "tokenizer.model"
@@ -52,12 +57,12 @@ def load_tokenizer(model_path: Path) -> LoadedTokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = model_path / TOKENIZER_NAME
     try:
-        content, sha256 = _read(model_path)
-        tokenizer = Tokenizer.from_str(content)
+        tokenizer, sha256 = _read(model_path)
     except TokenizerError:
         raise
     except OSError as error:
-        raise TokenizerError(f"{path}: cannot load the tokenizer: {error.strerror}") from error
+        named = error.filename or path
+        raise TokenizerError(f"{named}: cannot load the tokenizer: {error.strerror}") from error
     except Exception as error:  # the library raises nothing narrower
         raise _unusable(path, error) from error
     # A checkpoint may carry settings from its training that would change prompts.
@@ -73,43 +78,60 @@ def tokenizer_json(model_path: Path) -> str:
         TokenizerError: there is none, and other files are of no known form.
         OSError: it cannot be read.
     """
-    return _read(model_path)[0]
+    source = _source(model_path)
+    if source is None:
+        return (model_path / TOKENIZER_NAME).read_text(encoding="utf-8")
+    return _made_of(source)[1]
 
 
-def _read(folder: Path) -> tuple[str, str]:
-    """The text of the tokenizer and the hash of its source."""
+def _read(folder: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer and the hash of its source."""
+    source = _source(folder)
+    if source is not None:
+        made, _, sha256 = _made_of(source)
+        return made, sha256
+    content = (folder / TOKENIZER_NAME).read_bytes()
+    return Tokenizer.from_str(content.decode()), hashlib.sha256(content).hexdigest()
+
+
+def _source(folder: Path) -> Path | None:
+    """The file that a tokenizer is made of; None: there is a tokenizer.json, or nothing."""
     path = folder / TOKENIZER_NAME
-    sources = () if path.exists() else source_files(folder)
-    if sources:
-        return _made_of(sources)
-    if not path.exists() and (folder / _SENTENCEPIECE_NAME).exists():
+    if path.exists():
+        return None
+    source = source_file(folder)
+    if source is None and (folder / _SENTENCEPIECE_NAME).exists():
         raise TokenizerError(
             f"{folder / _SENTENCEPIECE_NAME}: SentencePiece alone is not read; make a {path.name}"
             " beside it, by transformers' AutoTokenizer: from_pretrained, then save_pretrained"
         )
-    content = path.read_bytes()
-    return content.decode(), hashlib.sha256(content).hexdigest()
+    return source
 
 
-def _made_of(sources: Sequence[Path]) -> tuple[str, str]:
-    """The tokenizer that is made of files, once a machine if there is a cache."""
-    digest = hashlib.sha256(_FORMAT)
-    for source in sources:
-        digest.update(f" {source.name} ".encode() + source.read_bytes())
-    sha256, path = digest.hexdigest(), sources[0]
-    kept = _cache_file(sha256)
-    if kept is not None:
-        with suppress(OSError, UnicodeDecodeError):
-            return kept.read_text(encoding="utf-8"), sha256
+def _made_of(path: Path) -> tuple[Tokenizer, str, str]:
+    """The tokenizer that is made of a file, its text and the hash of its source.
+
+    It is made once a machine if there is a cache.
+    """
+    is_tekken = path.name == TEKKEN_NAME
+    digest = hashlib.sha256(_FORMAT + f" {path.name} ".encode() + path.read_bytes())
     try:
-        made = (read_tekken if path.name == TEKKEN_NAME else read_tiktoken)(path)
+        if not is_tekken:
+            digest.update(describe_tiktoken(path).encode())
+        sha256 = digest.hexdigest()
+        kept = _cache_file(sha256)
+        if kept is not None:
+            with suppress(Exception):  # it may be damaged, for which the library has no type
+                content = kept.read_text(encoding="utf-8")
+                return Tokenizer.from_str(content), content, sha256
+        made = (read_tekken if is_tekken else read_tiktoken)(path)
     except Exception as error:  # whatever a file of another form meets
         raise _unusable(path, error) from error
     content = made.to_str()
     if kept is not None:
         with suppress(OSError):  # a cache that cannot be written is done without
             _write(kept, content)
-    return content, sha256
+    return made, content, sha256
 
 
 def _cache_file(sha256: str) -> Path | None:

@@ -74,6 +74,7 @@ class Checkpoint:
         self._files = {name: files[stored] for name, stored in self._stored.items()}
         self._products = {_product(name): _product(one) for name, one in self._stored.items()}
         """The stored names of products, by which their quantization is described."""
+        self._schemes: dict[str, Scheme | None] = {}
         self._taken: set[str] = set()
         self._digest = WeightsDigest()
 
@@ -106,7 +107,10 @@ class Checkpoint:
 
     def scheme_of(self, product: str) -> Scheme | None:
         """How the weight of a product is stored if it is quantized."""
-        return self._quantization.scheme_of(self._products.get(product, product))
+        if product not in self._schemes:
+            stored = self._products.get(product, product)
+            self._schemes[product] = self._quantization.scheme_of(stored)
+        return self._schemes[product]
 
     def packed_sizes(self) -> tuple[int, int]:
         """The bytes of all weights in few bits as they are stored, and how many numbers they are.

@@ -137,7 +137,8 @@ def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
     A number may begin in one word and end in the next.
     """
-    octets = words.contiguous().view(torch.uint8)
+    # A dimension of one word is contiguous in any stride, but not every stride can be viewed.
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     missing = -octets.shape[-1] % bits
     octets = functional.pad(octets, (0, missing))
     octets = octets.view(*octets.shape[:-1], -1, bits)
@@ -152,14 +153,27 @@ def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _read_gptq(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:
-    weight = _read_gptq_v2(parts, shape, bits)
-    assert weight.zeros is not None
-    # One more than is stored; the largest wraps to 0.
-    zeros = (weight.zeros + 1) & ((1 << bits) - 1)
-    return replace(weight, zeros=zeros)
+    return _read_gptq_ints(parts, shape, bits, _unpack_less_one)
 
 
 def _read_gptq_v2(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:
+    return _read_gptq_ints(parts, shape, bits, unpack_bits)
+
+
+def _unpack_less_one(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Unpack zeros that are stored less one."""
+    if 32 % bits:
+        return (unpack_bits(words, bits, count) + 1) & ((1 << bits) - 1)
+    # One subtraction a word made them, so that a zero of 0 has borrowed from the next one.
+    return unpack_bits(words + sum(1 << place for place in range(0, 32, bits)), bits, count)
+
+
+def _read_gptq_ints(
+    parts: Parts,
+    shape: tuple[int, int],
+    bits: int,
+    unpack_zeros: Callable[[torch.Tensor, int, int], torch.Tensor],
+) -> PackedWeight:
     outputs, inputs = shape
     scales = parts.take("scales", (None, outputs), *_SCALES)
     groups = len(scales)
@@ -168,7 +182,7 @@ def _read_gptq_v2(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeig
     return PackedWeight(
         unpack_bits(packed.t(), bits, inputs),
         scales.t().float().contiguous(),
-        unpack_bits(zeros, bits, outputs).t().contiguous(),
+        unpack_zeros(zeros, bits, outputs).t().contiguous(),
         _read_groups(parts, "g_idx", inputs, groups),
         bits=bits,
     )
@@ -272,6 +286,8 @@ def _read_groups(parts: Parts, part: str, inputs: int, groups: int) -> torch.Ten
     if not parts.has(part):
         return None
     index = parts.take(part, (inputs,), torch.int32, torch.int64).long()
+    if part == "weight_g_idx" and (index == -1).any():  # a product that was not calibrated
+        return None
     in_range = bool((index.min() >= 0) & (index.max() < groups))
     parts.check(part, in_range, f"names others than {groups} groups")
     even = torch.arange(inputs, device=index.device) // -(-inputs // groups)

@@ -68,14 +68,12 @@ def _read_gptq(quantization: ConfigFile) -> Quantization:
 
     others = quantization.section("dynamic")
     names = list(quantization.get("dynamic") or ())
-    rules = [
-        (name.removeprefix(_MORE), read(others.section(name)))
+    rules = tuple(
+        (_compile(quantization, "dynamic", name.removeprefix(_MORE)), read(others.section(name)))
         for name in names
         if not name.startswith(_LESS)
-    ]
-    for pattern, _ in rules:
-        _check_pattern(quantization, "dynamic", pattern)
-    return Quantization(read(quantization), tuple(rules))
+    )
+    return Quantization(read(quantization), rules=rules)
 
 
 def _read_awq(quantization: ConfigFile) -> Quantization:
@@ -103,8 +101,7 @@ def _read_modelopt(quantization: ConfigFile) -> Quantization:
         return Quantization(_read_algorithm(quantization))
     layers = quantization.section("quantized_layers")
     names = list(quantization.get("quantized_layers") or ())
-    rules = [(_exactly(name), _read_algorithm(layers.section(name))) for name in names]
-    return Quantization(None, tuple(rules))
+    return Quantization(None, {name: _read_algorithm(layers.section(name)) for name in names})
 
 
 def _read_algorithm(section: ConfigFile) -> Scheme:
@@ -145,22 +142,21 @@ def _read_compressed(quantization: ConfigFile) -> Quantization:
     names = list(quantization.get("config_groups") or ())
     if not names:
         raise quantization.error("config_groups", "must have a group")
-    exact: list[tuple[str, Scheme]] = []
-    patterns: list[tuple[str, Scheme]] = []
+    exact: dict[str, Scheme] = {}
+    patterns: dict[str, tuple[re.Pattern[str], Scheme]] = {}
     default: Scheme | None = None
     for group in map(groups.section, names):
         scheme = _read_group(quantization, group, group.text("format", form))
         for target in _targets(group):
             if target.startswith(_PATTERN):
                 pattern = target.removeprefix(_PATTERN)
-                _check_pattern(group, "targets", pattern)
-                patterns.append((pattern, scheme))
+                patterns[pattern] = _compile(group, "targets", pattern), scheme
             elif target == "Linear":
                 default = scheme
             else:
-                exact.append((_exactly(target), scheme))
-    # A name counts before a pattern, and a pattern before the kind of layer.
-    return Quantization(default, (*exact, *patterns))
+                exact[target] = scheme
+    # The library asks patterns in the order of their texts, whatever groups they are of.
+    return Quantization(default, exact, tuple(patterns[one] for one in sorted(patterns)))
 
 
 def _targets(group: ConfigFile) -> list[str]:
@@ -254,12 +250,8 @@ def _check_block(section: ConfigFile, field: str, block: object) -> None:
         raise section.error(field, f"of {block!r} is not supported: only {[BLOCK, BLOCK]} is")
 
 
-def _exactly(name: str) -> str:
-    return re.escape(name) + r"\Z"
-
-
-def _check_pattern(section: ConfigFile, field: str, pattern: str) -> None:
+def _compile(section: ConfigFile, field: str, pattern: str) -> re.Pattern[str]:
     try:
-        re.compile(pattern)
+        return re.compile(pattern)
     except re.error as error:
         raise section.error(field, f"has {pattern!r}, no regular expression: {error}") from None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from kvrelay.model_runner.config.fp8_weights import Fp8Weights
 from kvrelay.model_runner.config.moe_backend import ClampedSilu
 from kvrelay.model_runner.config.pool_layers import PoolLayers
 from kvrelay.model_runner.config.quantization import Quantization
@@ -246,11 +245,6 @@ class ModelConfig:
 
     It is not in the `repr`: hashes of the weights tell such models apart.
     """
-
-    @property
-    def fp8_weights(self) -> Fp8Weights | None:
-        """A scheme in FP8 that products may have; None: none has one."""
-        return None if self.quantization is None else self.quantization.fp8_weights
 
     @property
     def pool_windows(self) -> tuple[int | None, ...]:

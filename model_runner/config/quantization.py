@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -49,19 +50,14 @@ class Quantization:
     """How products are stored that are quantized: the stored tensors tell which these are."""
 
     default: Scheme | None
-    """The scheme of products that no rule names."""
-    rules: tuple[tuple[str, Scheme], ...] = ()
-    """Regular expressions that match the begin of a product's name. The first one counts."""
+    """The scheme of products that neither `exact` nor a rule names."""
+    exact: Mapping[str, Scheme] = field(default_factory=dict, hash=False)
+    """The schemes of products by their whole names, which count before rules."""
+    rules: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
+    """Patterns that match the begin of a product's name. The first one counts."""
 
     def scheme_of(self, name: str) -> Scheme | None:
         """The scheme of the product `name`, such as ``model.layers.0.mlp.down_proj``."""
-        for pattern, scheme in self.rules:
-            if re.match(pattern, name):
-                return scheme
-        return self.default
-
-    @property
-    def fp8_weights(self) -> Fp8Weights | None:
-        """A scheme in FP8 that products may have; None: none has one."""
-        schemes = [self.default, *(scheme for _, scheme in self.rules)]
-        return next((one for one in schemes if isinstance(one, Fp8Weights)), None)
+        if name in self.exact:
+            return self.exact[name]
+        return next((scheme for rule, scheme in self.rules if rule.match(name)), self.default)

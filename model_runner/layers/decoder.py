@@ -111,7 +111,7 @@ class Decoder:
             checkpoint.skip(HEAD)
             self._head = linears.make(self._embedding)
         else:
-            self._head = linears.make(loader.weight(HEAD.removesuffix(".weight"), vocabulary))
+            self._head = loader.head(HEAD.removesuffix(".weight"), vocabulary)
         checkpoint.finish()
 
     def forward(self, batch: ForwardBatch, backends: Sequence[AttentionBackend]) -> torch.Tensor:

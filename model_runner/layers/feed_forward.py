@@ -7,11 +7,13 @@ from typing import Protocol
 
 import torch
 
-from kvrelay.model_runner.config.model_config import Activation, MoEConfig
+from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
+from kvrelay.model_runner.config.fp8_weights import Fp8Weights
+from kvrelay.model_runner.config.model_config import Activation, ModelConfig, MoEConfig
 from kvrelay.model_runner.layers.expert_router import ExpertRouter
 from kvrelay.model_runner.layers.experts.expert_weights import ExpertWeights
 from kvrelay.model_runner.layers.hidden import Hidden
-from kvrelay.model_runner.layers.loader import WeightLoader
+from kvrelay.model_runner.layers.loader import Fp8Reader, WeightLoader
 
 
 class FeedForward(Protocol):
@@ -105,6 +107,23 @@ def _read_each(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterato
             loader.stacked_weight(name, halves, hidden),
             loader.stacked_weight(name, {names.down: hidden}, inner),
         )
+
+
+def expert_schemes(config: ModelConfig, checkpoint: Checkpoint) -> tuple[Fp8Weights | None, ...]:
+    """The different schemes in FP8 that routed experts have; None among them: some are not in FP8.
+
+    As in `ExpertFactory`, a layer's first expert speaks for all.
+    """
+    reader = Fp8Reader(checkpoint)
+    schemes = (
+        None
+        if layer.moe.tensors.stacked
+        else reader.scheme(f"model.layers.{index}.{layer.moe.tensors.block}.experts.0.{name}")
+        for index, layer in enumerate(config.layers)
+        if layer.moe is not None
+        for name in (layer.moe.tensors.gate, layer.moe.tensors.up, layer.moe.tensors.down)
+    )
+    return tuple(dict.fromkeys(schemes))
 
 
 def _read_stacked(loader: WeightLoader, experts: MoEConfig, prefix: str) -> Iterator[ExpertWeights]:

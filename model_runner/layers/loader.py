@@ -142,6 +142,13 @@ class WeightLoader:
         """The weight of the product `name`, ``[out, in]`` in the model's dtype."""
         return self._take_plain({name: shape[0]}, shape[1])
 
+    def head(self, name: str, shape: tuple[int, int]) -> Linear:
+        """The product `name` that computes logits; what is in FP8 is dequantized."""
+        weight = self._take_packed({name: shape[0]}, shape[1])
+        if isinstance(weight, PackedWeight):
+            return self.linears.make_packed(weight, None, self.checkpoint.dtype)
+        return self.linears.make(self.weight(name, shape) if weight is None else weight)
+
     def output(
         self, prefix: str, name: str, inputs: int, has_bias: bool, norm: str
     ) -> OutputProjection:
@@ -213,14 +220,21 @@ class Fp8Reader:
         self._checkpoint = checkpoint
 
     def has(self, name: str) -> bool:
-        """Whether the product `name` is in FP8: if it is not quantized, it has no scales."""
-        return self._scheme(name) is not None and self._scale_name(name) in self._checkpoint
+        """Whether the product `name` is in FP8."""
+        return self.scheme(name) is not None
+
+    def scheme(self, name: str) -> Fp8Weights | None:
+        """The scheme of the product `name`; None: it is not in FP8, so it has no scales of it."""
+        scheme = self._checkpoint.scheme_of(name)
+        if isinstance(scheme, Fp8Weights) and self._scale_name(name) in self._checkpoint:
+            return scheme
+        return None
 
     def stacks(self, names: Mapping[str, int]) -> bool:
         """Whether the weights of these products (with their outputs) can be one weight in FP8."""
         if not all(map(self.has, names)):
             return False
-        scheme, *others = {self._scheme(name) for name in names}
+        scheme, *others = {self.scheme(name) for name in names}
         *upper, _ = names.values()
         assert scheme is not None
         blocks = scheme.scales is ScaleShape.BLOCK
@@ -228,7 +242,7 @@ class Fp8Reader:
 
     def take(self, names: Mapping[str, int], inputs: int) -> Fp8Weight:
         """Take the weights of these products, one below the other; they have one scheme."""
-        scheme = self._scheme(next(iter(names)))
+        scheme = self.scheme(next(iter(names)))
         assert scheme is not None
         scales = [
             self._take_scales(scheme.scales, name, outputs, inputs)
@@ -241,10 +255,6 @@ class Fp8Reader:
             scheme.scales is ScaleShape.BLOCK,
             self._take_input_scale(names) if scheme.static_inputs else None,
         )
-
-    def _scheme(self, name: str) -> Fp8Weights | None:
-        scheme = self._checkpoint.scheme_of(name)
-        return scheme if isinstance(scheme, Fp8Weights) else None
 
     def _take_scales(self, kind: ScaleShape, name: str, outputs: int, inputs: int) -> torch.Tensor:
         """Take the scales of one product, in the shape of `Fp8Weight.scales`."""

@@ -82,10 +82,14 @@ def quantize(
 def gptq(bits: int, v2: bool = False, **options: Any) -> Pack:
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         ints = quantize(weight, bits, **options)
-        zeros = ints.zeros if v2 else (ints.zeros - 1) & (2**bits - 1)
+        zeros = pack_bits(ints.zeros.t(), bits)
+        if not v2 and 32 % bits:
+            zeros = pack_bits((ints.zeros.t() - 1) & (2**bits - 1), bits)
+        elif not v2:
+            zeros -= sum(1 << place for place in range(0, 32, bits))  # a whole word at once
         stored = {
             "qweight": pack_bits(ints.numbers, bits).t().contiguous(),
-            "qzeros": pack_bits(zeros.t(), bits),
+            "qzeros": zeros,
             "scales": ints.scales.t().contiguous(),
             "g_idx": ints.groups.int(),
             "bias": torch.zeros(len(weight)),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,12 +21,13 @@ from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions, GraphSizes
 from kvrelay.model_runner.config.moe_backend import MoEBackend
+from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.feed_forward import MoEFeedForward
 from kvrelay.model_runner.layers.rotary_embedding import RotaryEmbedding
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fake_cuda import DEVICE, fake_cuda
-from tests.model_runner.fp8_models import FORMATS, write_fp8
+from tests.model_runner.fp8_models import FORMATS, SINGLE, write_fp8
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.test_decoder import EXPERTS, OFTEN
 from tests.model_runner.test_flashinfer_attention import use_double
@@ -132,6 +134,28 @@ def test_every_model_is_captured_without_the_host(
     with fake_cuda(monkeypatch):
         # Of four with drafts, four, one with drafts, one.
         assert run_graphs(folder, tokens) == [1, 2, 0, 1]
+
+
+def test_graphs_ask_for_the_experts_own_scheme(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever else is in FP8."""
+    folder, plain = write_fp8(models.folder(EXPERTS[0]), FORMATS["fp8-tensor"], tmp_path)
+    options = GraphOptions(GraphSizes((1,)), page_size=3)
+    attention = AttentionChoice.FLASHINFER
+    use_double(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    refused = pytest.raises(UnsupportedOptionError, match="in FP8 the host chooses")
+    with fake_cuda(monkeypatch), refused:
+        ModelRunner(folder, "bfloat16", "cuda:0", attention=attention, graphs=options)
+    weights = load_file(plain / SINGLE)
+    of_attention = {
+        name: one for name, one in load_file(folder / SINGLE).items() if "self_attn" in name
+    }
+    save_file({**weights, **of_attention}, folder / SINGLE)
+    with fake_cuda(monkeypatch):
+        runner = ModelRunner(folder, "bfloat16", "cuda:0", attention=attention, graphs=options)
+    assert runner.dummy_pages == 1
 
 
 @pytest.mark.parametrize("form", [None, "fp8-block"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvrelay.model_runner.checkpoint.checkpoint import Checkpoint
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
+from kvrelay.model_runner.checkpoint.packed_weight import unpack_bits
 from kvrelay.model_runner.checkpoint.quantization_reader import read_quantization
+from kvrelay.model_runner.config.quantization import PackedWeights
 from kvrelay.model_runner.errors import CheckpointError
+from kvrelay.model_runner.layers.linear import LinearFactory
+from kvrelay.model_runner.layers.loader import WeightLoader
+from kvrelay.model_runner.layers.nibble_linear import NibbleLinear
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.fp8_models import SINGLE
 from tests.model_runner.packed_models import (
@@ -52,6 +58,7 @@ def packed(folder: Path, form: str, **changes: torch.Tensor | None) -> torch.Ten
     """Write the product ``a.b_proj`` and return what it is; `changes` replace its tensors."""
     config, pack = FORMATS[form]
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    weight[::5].abs_()  # zeros of 0
     tensors, meant = pack(weight)
     assert (meant - weight).abs().max() < 2, "it is near the weight that was packed"
     kept = {name: one for name, one in {**tensors, **changes}.items() if one is not None}
@@ -85,6 +92,26 @@ def test_numbers_of_every_format(form: str, tmp_path: Path) -> None:
     )
 
 
+def test_groups_of_a_product_that_was_not_calibrated(tmp_path: Path) -> None:
+    """`actorder` leaves their index as it was made, and groups are neighbours."""
+    meant = packed(tmp_path, "ct-4", weight_g_idx=torch.full((96,), -1, dtype=torch.int32))
+    assert torch.equal(opened(tmp_path).take("a.b_proj.weight", SHAPE), meant)
+
+
+def test_one_word_is_a_whole_dimension() -> None:
+    words = torch.tensor([[0x76543210, 0x01234567]], dtype=torch.int32)
+    numbers = unpack_bits(words.t(), 4, 8)
+    assert numbers.tolist() == [list(range(8)), [7, 6, 5, 4, 3, 2, 1, 0]]
+
+
+def test_a_head_keeps_its_bits(tmp_path: Path) -> None:
+    packed(tmp_path, "gptq")
+    linears = LinearFactory(cpu_kernels="packed")
+    nothing: Any = None
+    loader = WeightLoader(nothing, opened(tmp_path, torch.bfloat16), nothing, linears, nothing)
+    assert isinstance(loader.head("a.b_proj", SHAPE), NibbleLinear)
+
+
 def test_blocks_of_all_experts(tmp_path: Path) -> None:
     """gpt-oss stores rows of outputs, and the plain form of its weights has rows of inputs."""
     generator = torch.Generator().manual_seed(0)
@@ -109,6 +136,7 @@ def test_blocks_of_all_experts(tmp_path: Path) -> None:
         ("gptq", {"qweight": torch.zeros(11, 160, dtype=torch.int32)}, "has shape [11, 160], exp"),
         ("gptq", {"scales": torch.ones(160)}, "scales has shape [160, 1], expected [160, 160]"),
         ("gptq", {"g_idx": torch.full((96,), 3)}, "g_idx names others than 3 groups"),
+        ("gptq", {"g_idx": torch.full((96,), -1)}, "g_idx names others than 3 groups"),
         ("gptq", {"g_idx": torch.ones(96)}, "g_idx is torch.float32, not torch.int32 or"),
         ("gptq", {"qweight": None}, "tensor a.b_proj.weight is missing"),
         ("gptq", {"qzeros": None}, "tensor a.b_proj.qzeros is missing"),
@@ -274,3 +302,41 @@ def test_a_product_is_named_as_it_is_stored(tmp_path: Path) -> None:
     stored = {f"language_model.model.x.b_proj.{name}": one for name, one in tensors.items()}
     write(tmp_path, {**config, "bits": 4, "dynamic": {"+:language_model.*": {"bits": 8}}}, stored)
     assert torch.equal(opened(tmp_path).take("model.x.b_proj.weight", SHAPE), meant)
+
+
+def test_names_count_before_patterns_and_patterns_in_the_order_of_their_texts(
+    tmp_path: Path,
+) -> None:
+    """As in compressed-tensors, whatever group comes first."""
+    targets = ["re:.*b_proj", "Linear", "re:.*a.*", "x.a.b_proj"]
+    groups = {
+        f"group_{bits}": {
+            "targets": [target],
+            "weights": {"num_bits": bits, "type": "int", "strategy": "channel"},
+        }
+        for bits, target in enumerate(targets, 1)
+    }
+    write(tmp_path, {**_MIXED, "format": "pack-quantized", "config_groups": groups}, {})
+    checkpoint = opened(tmp_path)
+
+    def bits(product: str) -> int:
+        scheme = checkpoint.scheme_of(product)
+        assert isinstance(scheme, PackedWeights)
+        return scheme.bits
+
+    products = ("x.a.b_proj", "y.a.b_proj", "y.b_proj", "y.q", "x.a.b_proj.z")
+    assert list(map(bits, products)) == [4, 3, 1, 2, 3]
+    assert bits("y.b_proj") == 1
+
+
+def test_a_name_is_found_among_very_many(tmp_path: Path) -> None:
+    """A large model's file may name each product of each expert."""
+    names = [f"model.layers.{index}.down_proj" for index in range(1000)]
+    layers = {name: {"quant_algo": "NVFP4"} for name in names}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    write(tmp_path, {**config, "quantized_layers": layers}, {})
+    checkpoint = opened(tmp_path)
+    began = time.process_time()
+    assert all(map(checkpoint.scheme_of, names))
+    assert checkpoint.scheme_of("model.layers.0.down_proj.x") is None
+    assert time.process_time() - began < 5, "each one by one takes a minute"

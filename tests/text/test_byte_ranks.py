@@ -127,6 +127,29 @@ def test_what_was_made_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert load_tokenizer(folder).sha256 != first.sha256
 
 
+def test_what_is_kept_may_be_damaged(folder: Path, tmp_path: Path) -> None:
+    write_tekken(folder)
+    expected = load_tokenizer(folder).tokenizer.to_str()
+    (kept,) = (tmp_path / "cache").rglob("*.json")
+    kept.write_text(expected[:100])
+    assert load_tokenizer(folder).tokenizer.to_str() == expected == kept.read_text()
+
+
+def test_the_hash_is_of_what_a_tokenizer_is_made_of(folder: Path) -> None:
+    """A change elsewhere in config.json must not make workers and router differ."""
+    added = {len(RANKS) + at: {"content": f"<{at}>", "special": True} for at in (1, 0)}
+    write_kimi(folder, "kimi_k2", added)
+    first = load_tokenizer(folder).sha256
+    config = {"torch_dtype": "bfloat16", "model_type": "kimi_k2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    described = {"added_tokens_decoder": dict(reversed(added.items())), "model_max_length": 9}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    assert load_tokenizer(folder).sha256 == first
+    added[len(RANKS)] = {"content": "<0>", "special": False}
+    write_kimi(folder, "kimi_k2", added)
+    assert load_tokenizer(folder).sha256 != first
+
+
 def test_it_is_made_without_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     write_tekken(folder)
@@ -140,6 +163,11 @@ def test_what_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "tekken.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tekken\.json: cannot load the tokenizer: 'config'"):
         load_tokenizer(folder)
+    (folder / "tekken.json").unlink()
+    (folder / "tekken.json").mkdir()
+    with pytest.raises(TokenizerError, match=r"tekken\.json: cannot load the tokenizer: Is a dir"):
+        load_tokenizer(folder)
+    (folder / "tekken.json").rmdir()
     for path in folder.iterdir():
         path.unlink()
     (folder / "tokenizer.model").touch()
