@@ -20,8 +20,9 @@ from kvrelay.model_runner.transformers_model.attention_interface import (
     use_attention,
 )
 from kvrelay.model_runner.transformers_model.described_mask import DescribedMask
-from kvrelay.model_runner.transformers_model.layout import Layout
+from kvrelay.model_runner.transformers_model.layout import AttentionCall, Layout
 from kvrelay.model_runner.transformers_model.paged_attention import PoolAttention, PoolStep
+from kvrelay.model_runner.transformers_model.refusals import ModelCodeError
 
 
 class TransformersDecoder:
@@ -58,7 +59,8 @@ class TransformersDecoder:
         rows = to_device(batch.logit_rows, device)
         # Rows by index: a number of rows lets some models drop others before their last layers.
         options = {"logits_to_keep": rows} if self._picks_rows else {}
-        with running(_PagedForward(self._layout, steps, self._threads)):
+        forward = _PagedForward(self._layout, steps, self._threads)
+        with running(forward):
             logits: torch.Tensor = self._model(
                 input_ids=input_ids_on(batch, device)[None],
                 position_ids=to_device(batch.positions, device)[None],
@@ -66,6 +68,7 @@ class TransformersDecoder:
                 use_cache=False,
                 **options,
             ).logits[0]
+        forward.finish()
         return (logits if self._picks_rows else logits[rows]).to(torch.float32)
 
 
@@ -89,7 +92,11 @@ class _PagedForward:
         scoring: Scoring,
     ) -> torch.Tensor:
         self._threads.renew()
-        call = next(self._calls)
+        call = next(self._calls, None)
+        if call is None:
+            raise ModelCodeError("it attends more often than at first")
+        if not _fits(call, query, key, scoring):
+            raise ModelCodeError("a call of its attention is not as at first")
         step = self._steps[call.pool]
         attend = step.attend_expanded if self._has_latents else step.attend
         return attend(call, query, key, value, mask, scoring)
@@ -99,7 +106,21 @@ class _PagedForward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._has_latents:
             return first, second
-        place, width = next(self._latents)
+        place, width = next(self._latents, (None, 0))
+        if place is None:
+            raise ModelCodeError("it stores latents more often than at first")
         new = torch.cat((first, second), dim=-1)[0, 0]
         contexts = self._steps[0].store_latents(place, new)
         return contexts[None, None, :, :width], contexts[None, None, :, width:]
+
+    def finish(self) -> None:
+        """Refuse a model that has not made all calls of its layout."""
+        if next(self._calls, None) is not None or next(self._latents, None) is not None:
+            raise ModelCodeError("it attends less often than at first")
+
+
+def _fits(call: AttentionCall, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> bool:
+    """Whether a call of attention is the one that the layout has."""
+    heads, own = (query.shape[1], key.shape[1]), (call.heads.num_heads, call.num_kv_heads)
+    scores, own_scores = (scoring.scale, scoring.softcap), (call.heads.scale, call.heads.softcap)
+    return heads == own and scores == own_scores
