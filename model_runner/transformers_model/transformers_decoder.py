@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.model_runner.batch import ForwardBatch, input_ids_on
+from kvrelay.model_runner.batch import ForwardBatch, Int64Array, input_ids_on
 from kvrelay.model_runner.torch_options import to_device
 from kvrelay.model_runner.transformers_model.attention_interface import (
     NAME,
@@ -39,6 +41,7 @@ class TransformersDecoder:
         self._model = model
         self._layout = layout
         self._threads = threads
+        self._longest = 0
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, batch: ForwardBatch, backends: Sequence[PoolAttention]) -> torch.Tensor:
@@ -51,6 +54,19 @@ class TransformersDecoder:
         Returns:
             ``[S, vocab_size]`` float32 logits of ``batch.logit_rows``.
         """
+        if not self._layout.latents:
+            return self._forward(batch, backends)
+        # Keys and values of whole contexts: they take no more memory than the longest one did.
+        self._longest = max(self._longest, int(batch.seq_lens.max()))
+        ends = group_sequences(batch.seq_lens.tolist(), self._longest)
+        if len(ends) == 1:
+            return self._forward(batch, backends)
+        groups = [_part(batch, first, end) for first, end in zip([0, *ends], ends, strict=False)]
+        logits = torch.cat([self._forward(one, backends) for one, _ in groups])
+        order = np.argsort(np.concatenate([places for _, places in groups]))
+        return logits[to_device(order, logits.device)]
+
+    def _forward(self, batch: ForwardBatch, backends: Sequence[PoolAttention]) -> torch.Tensor:
         steps = [
             backend.plan(batch, table)
             for backend, table in zip(backends, batch.page_tables, strict=True)
@@ -70,6 +86,38 @@ class TransformersDecoder:
             ).logits[0]
         forward.finish()
         return (logits if self._picks_rows else logits[rows]).to(torch.float32)
+
+
+def group_sequences(lengths: Sequence[int], most: int) -> list[int]:
+    """Group neighbours that have up to `most` tokens together; return where each group ends."""
+    ends, total = [], 0
+    for index, length in enumerate(lengths):
+        if total and total + length > most:
+            ends.append(index)
+            total = 0
+        total += length
+    return [*ends, len(lengths)]
+
+
+def _part(batch: ForwardBatch, first: int, end: int) -> tuple[ForwardBatch, Int64Array]:
+    """The sequences from `first` to before `end`, and the places of their rows of logits."""
+    start, stop = batch.query_start[first], batch.query_start[end]
+    tokens, sequences = slice(start, stop), slice(first, end)
+    places = np.flatnonzero((start <= batch.logit_rows) & (batch.logit_rows < stop))
+    pending = batch.pending
+    if pending is not None:
+        own = (start <= pending.places) & (pending.places < stop)
+        pending = replace(pending, places=pending.places[own] - start, sources=pending.sources[own])
+    part = ForwardBatch(
+        input_ids=batch.input_ids[tokens],
+        positions=batch.positions[tokens],
+        query_start=batch.query_start[first : end + 1] - start,
+        seq_lens=batch.seq_lens[sequences],
+        page_tables=tuple(table[sequences] for table in batch.page_tables),
+        logit_rows=batch.logit_rows[places] - start,
+        pending=pending,
+    )
+    return part, places
 
 
 class _PagedForward:
