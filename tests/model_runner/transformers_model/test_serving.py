@@ -203,7 +203,7 @@ def test_calls_that_are_not_those_of_the_layout(change, words: str, phi: Path) -
 
 def test_latents_of_many_sequences_in_groups(models: Models, tokens: list[int]) -> None:
     runner = serve(models.folder("deepseek-v3-experts"))
-    running = Sequences(runner, 3, 20)
+    running = Sequences(runner, 3, 24)
     decoder = runner._decoder
     assert isinstance(decoder, TransformersDecoder)
     sizes = []
@@ -211,10 +211,10 @@ def test_latents_of_many_sequences_in_groups(models: Models, tokens: list[int]) 
     decoder._forward = lambda batch, backends: (  # type: ignore[method-assign]
         sizes.append(int(batch.seq_lens.sum())) or forward(batch, backends)  # type: ignore[func-returns-value]
     )
-    got = running.forward({0: tokens[:9], 1: tokens[:4], 2: tokens[:5]})
-    assert sizes == [9, 9]
-    expected = models.logits("deepseek-v3-experts", tokens[:9])
-    wanted = torch.cat([expected[:9], expected[:4], expected[:5]])
+    got = running.forward({0: tokens[:20], 1: tokens[:4], 2: tokens[:5]})
+    assert sizes == [20, 9]
+    expected = models.logits("deepseek-v3-experts", tokens[:20])
+    wanted = torch.cat([expected[:20], expected[:4], expected[:5]])
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
