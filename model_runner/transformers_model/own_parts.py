@@ -232,7 +232,8 @@ def _find_activation(module: Any) -> Activation | None:
     """The activation of a module's gates, found by what it makes of numbers; None: another."""
     gates = torch.cat((torch.linspace(-4, 4, 33), torch.linspace(-_FARTHEST, _FARTHEST, 401)))
     ups = torch.tensor([-_FARTHEST, -7.5, -0.5, 0.5, 7.5, _FARTHEST])
-    sample = torch.cat(torch.broadcast_tensors(gates, ups[:, None]), dim=-1)
+    pairs = (gates.expand(len(ups), -1), ups[:, None].expand(-1, len(gates)))
+    sample = torch.cat(pairs, dim=-1)
     gate, up = sample.chunk(2, dim=-1)
     try:
         expected = module._apply_gate(sample)

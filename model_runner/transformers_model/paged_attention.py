@@ -279,7 +279,9 @@ def attend_in_blocks(
     each = max(1, _SCORE_BYTES // (4 * query.shape[0] * len(positions)))
     blocks = [
         attend_one(part, keys, values, find_visible(call, mask, places, positions), scoring)
-        for part, places in zip(query.split(each, dim=1), new.split(each), strict=True)
+        for part, places in zip(
+            torch.split(query, each, dim=1), torch.split(new, each), strict=True
+        )
     ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 

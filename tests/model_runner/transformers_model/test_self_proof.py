@@ -24,6 +24,7 @@ from kvrelay.model_runner.transformers_model.described_mask import (
     Unbounded,
     find_window,
 )
+from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 from tests.model_runner.transformers_model.kinds import compare, save_small, serve
 
 _LONGROPE = {
@@ -53,13 +54,13 @@ def _follow_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _give_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = self_proof.TransformersDecoder.forward
+    forward = TransformersDecoder.forward
 
     def roll(self: Any, batch: Any, backends: Any) -> torch.Tensor:
         logits = forward(self, batch, backends)
         return logits if len(logits) == len(batch.input_ids) else logits.roll(1, 0)
 
-    monkeypatch.setattr(self_proof.TransformersDecoder, "forward", roll)
+    monkeypatch.setattr(TransformersDecoder, "forward", roll)
 
 
 def _clamp_gates(monkeypatch: pytest.MonkeyPatch) -> None:
