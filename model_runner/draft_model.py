@@ -27,6 +27,7 @@ from kvrelay.model_runner.checkpoint.digest import object_digest
 from kvrelay.model_runner.config.cuda_graphs import GraphOptions
 from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.config.model_config import ModelConfig
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.errors import CheckpointError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.runner import ModelRunner
@@ -149,6 +150,7 @@ class DraftModel:
         model_code: see `ModelRunner`.
         on_read: see `ModelRunner`.
         kernel_threads: the target's threads.
+        moe_backend: see `ModelRunner`.
 
     Raises:
         CheckpointError: the files are not usable.
@@ -169,6 +171,7 @@ class DraftModel:
         model_code: ModelCode = ModelCode.AUTO,
         on_read: Callable[[int], None] = lambda _: None,
         kernel_threads: KernelThreads | None = None,
+        moe_backend: MoEBackend = MoEBackend.AUTO,
     ) -> None:
         self._path = Path(model_path)
         self._runner = ModelRunner(
@@ -184,6 +187,7 @@ class DraftModel:
             capture=capture,
             on_read=on_read,
             kernel_threads=kernel_threads,
+            moe_backend=moe_backend,
         )
         self.config = self._runner.config
         self.digest = object_digest((self._runner.config_digest, self._runner.weights_digest))

@@ -42,7 +42,11 @@ from kvrelay.model_runner.layers.batch_invariant import check_invariant
 from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.layers.elementwise import Elementwise
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
-from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory, experts_wait
+from kvrelay.model_runner.layers.experts.expert_factory import (
+    ExpertFactory,
+    experts_wait,
+    refuse_experts,
+)
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.torch_options import parse_device, parse_dtype, wait_for_device
 from kvrelay.model_runner.transformers_model.configuration import (
@@ -118,7 +122,7 @@ class ModelRunner:
         self.kernel_threads = kernel_threads or KernelThreads()
         """The threads of our kernels in a forward; torch's own operations have others."""
         path = Path(model_path)
-        self.config = _read_model(path, model_code)
+        self.config = read_model(path, model_code)
         if isinstance(self.config, TransformersConfig):
             _refuse_native_options(batch_invariant, kv_dtype, moe_backend)
         self.dtype = parse_dtype(dtype)
@@ -129,6 +133,7 @@ class ModelRunner:
         self._draft = draft
         self._kv_dtype = FP8 if kv_dtype is KVDtype.FP8_E4M3 else self.dtype
         self._moe_backend = moe_backend
+        self._refuse_experts()
         fused = self._import_fused_experts()
         room = self._graph_room(graphs)
         # Before the weights, so that unsupported options are refused at once.
@@ -160,6 +165,7 @@ class ModelRunner:
                 path, linears, elementwise, experts, on_read
             )
         self._has_own_products = linears.is_mostly_own
+        self._experts_arithmetic = experts.arithmetic
         self.product_ways = linears.ways
         """The way of products with each shape of weights that has several, such as `960 x 576`."""
         self.config_digest = object_digest(self.config)
@@ -244,9 +250,10 @@ class ModelRunner:
         exact = self._batch_invariant or self.dtype is torch.float32
         if not exact or self.device.type != "cpu":
             return ""
+        orders = "+".join(filter(None, (describe_arithmetic(), self._experts_arithmetic)))
         if isinstance(self.config, ModelConfig):
-            return describe_arithmetic()
-        return f"transformers {self.config.version}, {describe_arithmetic()}"
+            return orders
+        return f"transformers {self.config.version}, {orders}"
 
     @property
     def max_model_len(self) -> int:
@@ -509,6 +516,14 @@ class ModelRunner:
         most_each = min(options.most_each, self.max_model_len, *windows)
         return GraphRoom(options.sizes, self.max_model_len, options.required, most_each)
 
+    def _refuse_experts(self) -> None:
+        if isinstance(self.config, ModelConfig):
+            for layer in self.config.layers:
+                if layer.moe is not None:
+                    gate = layer.moe.clamped or self.config.activation
+                    invariant = self._batch_invariant
+                    refuse_experts(self._moe_backend, self.dtype, self.device, gate, invariant)
+
     def _import_fused_experts(self) -> Any | None:
         """FlashInfer's module of experts, if the user asks for it and the model has any."""
         if not self._has_experts or self._moe_backend is not MoEBackend.FLASHINFER:
@@ -529,7 +544,7 @@ class ModelRunner:
         return tuple(map(self._attention.make, pools, self._kv_scales))
 
 
-def _read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfig:
+def read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfig:
     """Read config.json for the code that will compute the model."""
     if code is ModelCode.TRANSFORMERS:
         return read_transformers_config(folder)

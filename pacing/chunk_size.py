@@ -70,6 +70,8 @@ class WaitingPrompts:
     """The time since the oldest of them arrived."""
     tokens: int = 0
     """Tokens that are left of all of them."""
+    pairs: int = 0
+    """Pairs of one of these tokens and one that it attends to."""
 
 
 NONE_WAIT: Final = WaitingPrompts()
@@ -112,7 +114,7 @@ def choose_chunk_tokens(
     if bound is None:
         bound = max(
             _bound_seconds(speeds, rows, context, backlog_tokens, own_prompts),
-            _late_seconds(speeds, rows, context, waiting, targets.ttft_seconds),
+            _late_seconds(speeds, rows, waiting, targets.ttft_seconds),
         )
     keeps, breaks = min(_LEAST_TOKENS, most), most + 1
     while breaks - keeps > 1:
@@ -140,11 +142,7 @@ def _bound_seconds(
 
 
 def _late_seconds(
-    speeds: StepSpeeds,
-    rows: StepWork,
-    context: int,
-    waiting: WaitingPrompts,
-    target: float | None,
+    speeds: StepSpeeds, rows: StepWork, waiting: WaitingPrompts, target: float | None
 ) -> float:
     """Bound the seconds of a step whose prompts have waited.
 
@@ -152,10 +150,13 @@ def _late_seconds(
     prompts in each step, so the fewer steps are left, the longer they are.
     """
     own = speeds.seconds_of(rows)
-    alone = _seconds_beside(speeds, rows, waiting.tokens, context) - own
+    whole = replace(rows, prompt_tokens=waiting.tokens, prompt_pairs=waiting.pairs)
+    alone = replace(speeds, chunk_tokens=0).seconds_of(whole) - own  # no row's time in it
     if target is None:
         return min(own + alone, waiting.seconds / _STEPS_WAITED)
-    steps = max((target - waiting.seconds - alone) / max(own, 1e-6), 1.0)
+    spare, own_least = target - waiting.seconds - alone, max(own, 1e-6)
+    in_flight = own + alone / max(spare / own_least, 1.0)  # the step that ends before this one
+    steps = max((spare - in_flight) / own_least, 1.0)
     return min(own + alone / steps, max(target, waiting.seconds) / _STEPS_TO_TARGET)
 
 

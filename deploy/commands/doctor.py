@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,7 +34,8 @@ _LEAST_PIECE_BYTES = 64
 @click.option(
     "--model",
     metavar="PATH",
-    help="A checkpoint's folder that every node is to have. The whole of it is read on each.",
+    help="A checkpoint's folder that every node is to have. Its config.json says first whether and "
+    "how it would run and what it needs in memory; then the whole of it is read on each node.",
 )
 @click.option(
     "--piece-size",
@@ -75,13 +77,20 @@ def doctor(
     with redirect_stdout(sys.stderr), _ray(ray_address):  # Ray prints warnings to both
         from kvrelay.deploy.examination.examine import Wanted, examine, examiners
         from kvrelay.deploy.examination.facts import facts_of_this_node
-        from kvrelay.deploy.examination.findings import findings_of
+        from kvrelay.deploy.examination.findings import finding_of_model, findings_of
 
+        of_model = None if model is None else finding_of_model(Path(model))
+        if of_model is not None:
+            _say(_as_text(of_model))
+            if of_model.level == "fail":
+                model = None  # nobody needs to read it
         with examiners(options.advertised) as seats:
             wanted = Wanted(model, piece_size, floor * 1e9)
             nodes, pairs = asyncio.run(examine(seats, wanted, _say))
         here = facts_of_this_node("", None)
     findings = findings_of(nodes, pairs, here, piece_size)
+    if of_model is not None:
+        findings.insert(0, of_model)
     if as_json:
         click.echo(json.dumps(_as_object(findings, nodes, pairs)))
     else:

@@ -18,8 +18,8 @@ from kvrelay.deploy.commands.options_file import with_config_file
 from kvrelay.deploy.commands.serve_text import headline, ready_lines
 from kvrelay.deploy.errors import OptionError
 from kvrelay.deploy.logs import level_of
-from kvrelay.deploy.nodes.models import ModelFolder, begin_to_find_model
-from kvrelay.deploy.options.environment import allow_many_machines
+from kvrelay.deploy.nodes.models import ModelFolder, finding_model
+from kvrelay.deploy.options.environment import allow_many_machines, set_process_variables
 from kvrelay.deploy.options.listen_address import DEFAULT_HTTP, Address
 from kvrelay.deploy.options.option_flags import SectionedCommand, declared_options
 from kvrelay.deploy.options.serve_options import ServeOptions
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _WORKERS_IMPORT: Final = ("kvrelay.model_runner.runner",)
 """Modules that take a worker seconds to import, torch among them, and read none of its settings.
 
-NIXL is not: UCX reads its settings when that is imported.
+NIXL is not: UCX reads its settings when that is imported. Ray sets OMP_NUM_THREADS for them too
+late, but a worker tells torch its threads before it computes.
 """
 
 
@@ -93,8 +94,12 @@ def run(options: ServeOptions, progress: StartProgress, *, debug: bool) -> None:
         for address in (options.metrics, *workers):
             address.check_free("--metrics")
         progress.line(headline(options))
-        found = begin_to_find_model(options, progress)
-        _run_cluster(options, found, progress, signals, debug=debug)
+        # Before there is a thread: another one may read the variables while they change.
+        if options.joins_ray:
+            allow_many_machines()
+        set_process_variables()
+        with finding_model(options, progress) as found:
+            _run_cluster(options, found, progress, signals, debug=debug)
     progress.line("Stopped.")
 
 
@@ -125,19 +130,21 @@ def _run_cluster(
                 stack.enter_context(_relayed_as_json())
             signals.install()
             step.say(f"logs in {ray.logs}")
-        model = found.result()
-        if options.copy_model:
-            from kvrelay.deploy.nodes.model_copy import checkpoints_of, offering, with_digests
-            from kvrelay.deploy.nodes.ray_places import check_name_is_free
+        if found.exception() is None:
+            model = found.result()
+            if options.copy_model:
+                from kvrelay.deploy.nodes.model_copy import checkpoints_of, offering, with_digests
+                from kvrelay.deploy.nodes.ray_places import check_name_is_free
 
-            check_name_is_free()
-            model = with_digests(model, progress)
-            stack.enter_context(offering(*checkpoints_of(model)))
-        died = asyncio.run(_serve(options, model, progress, signals, debug=debug))
-        if died:
-            ray.keep_logs()
-            progress.line(f"The logs of workers that died stay in {ray.logs}.")
+                check_name_is_free()
+                model = with_digests(model, progress)
+                stack.enter_context(offering(*checkpoints_of(model)))
+            died = asyncio.run(_serve(options, model, progress, signals, debug=debug))
+            if died:
+                ray.keep_logs()
+                progress.line(f"The logs of workers that died stay in {ray.logs}.")
         progress.line("Leaving Ray." if options.joins_ray else "Stopping Ray.")
+    found.result()  # raises what is wrong with the model: Ray's logs say nothing of it
 
 
 def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalRay | JoinedRay]:
@@ -146,14 +153,15 @@ def _ray(options: ServeOptions, *, debug: bool) -> AbstractContextManager[LocalR
     Ray is imported here, so that options are checked before the seconds which that takes.
     """
     if options.ray_address is not None:
-        allow_many_machines()
         from kvrelay.deploy.nodes.joined_ray import JoinedRay, namespace_of
 
         return JoinedRay(options.ray_address, namespace_of(options.cluster_name))
     from kvrelay.deploy.nodes.local_ray import LocalRay
 
+    # Ray begins a process a CPU, and each of them imports.
+    preload = _WORKERS_IMPORT if options.worker_cpus == 1 else ()
     cpus = options.workers * options.worker_cpus
-    return LocalRay(cpus, keep_logs=debug, preload=_WORKERS_IMPORT)
+    return LocalRay(cpus, keep_logs=debug, preload=preload)
 
 
 def _relayed_as_json() -> AbstractContextManager[None]:

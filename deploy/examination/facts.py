@@ -101,11 +101,14 @@ def facts_of_this_node(address: str, model: str | None) -> NodeFacts:
 
 
 def with_processor(facts: NodeFacts) -> NodeFacts:
-    """Add how this node computes. Imports torch, which takes seconds."""
-    from kvrelay.cpu_kernels.processor import describe_processor
-    from kvrelay.model_runner.layers.product_choice import measured_ways
+    """Add how this node computes, or why that is not known. Imports torch, which takes seconds."""
+    try:
+        from kvrelay.cpu_kernels.processor import describe_processor
+        from kvrelay.model_runner.layers.product_choice import measured_ways
 
-    return replace(facts, processor=describe_processor(), product_ways=measured_ways())
+        return replace(facts, processor=describe_processor(), product_ways=measured_ways())
+    except Exception as error:  # a library that does not load, or a feature that is misspelt
+        return replace(facts, processor=f"not known: {' '.join(str(error).split())}")
 
 
 def digest_of_code() -> str:

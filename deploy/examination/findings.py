@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 from kvrelay.deploy.examination.facts import NodeFacts
@@ -17,6 +18,8 @@ _LEAST_SHARED_FREE_BYTES: Final = 64 << 20
 _LEAST_LOCKED_BYTES: Final = 64 << 30
 _LEAST_FILES: Final = 4096
 _CLOCK_WARN_SECONDS: Final = 1.0
+_SOME_TOKENS: Final = 1000
+"""The length of a sequence whose KV is told."""
 _CLOCK_FAIL_SECONDS: Final = 60.0
 _SLOW_SHARE: Final = 0.5
 """The share of the median speed below which a pair is reported as slow."""
@@ -107,6 +110,29 @@ def _of_node(node: Node, here: NodeFacts) -> Iterator[Finding]:
         if check != "model" or node.facts.model is not None:
             level, text, advice = rule(node, here)
             yield Finding(level, node.name, check, text, advice)
+
+
+def finding_of_model(folder: Path) -> Finding | None:
+    """Say from config.json alone whether and how a model runs; None: it is not on this machine."""
+    if not (folder / "config.json").is_file():
+        return None
+    from kvrelay.model_runner.errors import CheckpointError
+    from kvrelay.model_runner.model_needs import find_needs
+
+    try:
+        needs = find_needs(folder)
+    except CheckpointError as error:
+        advice = "see docs/models.md for what is served"
+        return Finding(Level.FAIL, folder.name, "config.json", str(error), advice)
+    stored = ", stored in fewer bits" if needs.is_quantized else ""
+    lengths = (_SOME_TOKENS, needs.max_model_len)
+    kv = (f"{needs.kv_bytes(one) / 2**20:.0f} MiB for {one} tokens" for one in lengths)
+    text = (
+        f"{needs.architecture}, computed by {needs.code.value} code; "
+        f"{needs.num_weights / 1e9:.3g} billion weights: {_rough(needs.weight_bytes())} in "
+        f"bfloat16{stored}; KV of a sequence: {', '.join(kv)} (the most)"
+    )
+    return Finding(Level.OK, folder.name, "config.json", text)
 
 
 _Verdict = tuple[Level, str, str]
@@ -211,7 +237,7 @@ def _processor(node: Node, here: NodeFacts) -> _Verdict:
     facts = node.facts
     counts = Counter(facts.product_ways.values())
     ways = ", ".join(f"{count} by {way}" for way, count in counts.most_common())
-    return Level.OK, f"{facts.processor}; products timed: {ways or 'none yet'}", ""
+    return Level.OK, f"{facts.processor or 'not known'}; products timed: {ways or 'none yet'}", ""
 
 
 def _model(node: Node, here: NodeFacts) -> _Verdict:

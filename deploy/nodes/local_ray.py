@@ -12,8 +12,8 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import ModuleType, TracebackType
+from typing import Any, Self
 
 from kvrelay.deploy.nodes.ray_folder import RayFolder
 from kvrelay.deploy.options.environment import set_process_variables
@@ -86,7 +86,7 @@ class LocalRay:
                     include_dashboard=False,
                     logging_level=self._log_level,
                     _temp_dir=str(self._folder.path),
-                    _system_config={"preload_python_modules": self._preload},
+                    **self._own_settings(),
                 )
         except BaseException as error:
             self._stop(error)
@@ -110,6 +110,12 @@ class LocalRay:
         """The folder in which Ray's processes and the workers write their logs."""
         assert self._folder is not None, "not entered"
         return self._folder.path / "session_latest" / "logs"
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Return the settings that a Ray has only if there are modules to import."""
+        return (
+            {"_system_config": {"preload_python_modules": self._preload}} if self._preload else {}
+        )
 
     def _stop(self, error: BaseException | None) -> None:
         assert self._folder is not None, "not entered"
@@ -142,12 +148,25 @@ def _own_parameters() -> Iterator[None]:
     dashboard.
     """
     parameter, services = ray._private.parameter, ray._private.services
-    before = parameter.RayParams, services.start_api_server
     known = inspect.signature(parameter.RayParams).parameters
     own = {name: value for name, value in _PARAMETERS.items() if name in known}
-    parameter.RayParams = functools.partial(parameter.RayParams, **own)
-    services.start_api_server = lambda *_args, **_options: ("", None)
+    with contextlib.ExitStack() as stack:
+        params = functools.partial(parameter.RayParams, **own)
+        stack.enter_context(_replaced(parameter, "RayParams", params))
+        if hasattr(services, "start_api_server"):
+            stack.enter_context(_replaced(services, "start_api_server", _start_no_server))
+        yield
+
+
+def _start_no_server(*_args: object, **_options: object) -> tuple[str, None]:
+    return "", None
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        parameter.RayParams, services.start_api_server = before
+        setattr(module, name, before)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Final
 
 from kvrelay.deploy.errors import ModelError
-from kvrelay.deploy.nodes.converted import ConvertedModels, sha256_of
+from kvrelay.deploy.nodes.conversion import ConversionProcess, convert
+from kvrelay.deploy.nodes.converted import Convert, ConvertedModels, sha256_of
 from kvrelay.deploy.options.environment import Environment
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL, ServeOptions
 from kvrelay.deploy.start_progress import StartProgress
@@ -21,6 +23,8 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 CHECKPOINT_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]
 _HUB_UNWANTED: Final = ["*/*", "consolidated*.safetensors"]
 """The files not to fetch: subfolders, and the same weights again in Mistral's own layout."""
+_STOP_SECONDS: Final = 10.0
+"""The time for the files of a conversion to be removed, when it was ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +71,16 @@ class _NotFoundError(Exception):
     """An error: there is no such model; the caller adds the option's name."""
 
 
-def convert(source: Path, folder: Path, dtype: str) -> None:
-    """Fill `folder` with the checkpoint in a GGUF file.
-
-    Raises model_runner's CheckpointError for a file that is not a usable one.
-    """
-    # Not at the top: torch takes seconds, and a cached model needs none of it.
-    from transformers.utils import logging
-
-    from kvrelay.model_runner.checkpoint.gguf_import import convert_gguf
-
-    logging.disable_progress_bar()
-    convert_gguf(source, folder, dtype)
-
-
-def users_models() -> ConvertedModels:
+def users_models(how: Convert = convert) -> ConvertedModels:
     """Return the cache of converted models that all of the user's clusters share."""
-    return ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", convert)
+    return ConvertedModels(Environment.read().cache_home / "kvrelay" / "models", how)
 
 
-def find_model(options: ServeOptions, progress: StartProgress) -> ModelFolder:
-    """Find the checkpoints that the options name; convert them if need be."""
-    converted = users_models()
+def find_model(
+    options: ServeOptions, progress: StartProgress, how: Convert = convert
+) -> ModelFolder:
+    """Find the checkpoints that the options name; convert them, as `how` does, if need be."""
+    converted = users_models(how)
     with progress.step("model", options.model) as step:
         model = resolve_model(options.model, options.dtype, converted, step.say)
         step.say(model.name)
@@ -99,27 +91,34 @@ def find_model(options: ServeOptions, progress: StartProgress) -> ModelFolder:
     )
 
 
-def begin_to_find_model(
+@contextmanager
+def finding_model(
     options: ServeOptions, progress: StartProgress, seconds: float = 1.0
-) -> Future[ModelFolder]:
-    """Find them on a thread, so that a conversion runs beside whatever else starts.
+) -> Iterator[Future[ModelFolder]]:
+    """Find them beside whatever else starts; a conversion runs in a process of its own.
 
-    What is known after so many `seconds` is raised here: a model that is missing, for instance. The
-    thread does not keep the process from ending.
+    What is known after so many `seconds` is raised here: a model that is missing, for instance.
+    When the context is left, a conversion that still runs is ended, and leaves nothing.
     """
     found: Future[ModelFolder] = Future()
+    conversion = ConversionProcess()
 
     def find() -> None:
         try:
-            found.set_result(find_model(options, progress))
+            found.set_result(find_model(options, progress, conversion.convert))
         except BaseException as error:
             found.set_exception(error)
 
-    Thread(target=find, name="model", daemon=True).start()
-    wait([found], seconds)
-    if found.done():
-        found.result()
-    return found
+    finder = Thread(target=find, name="model", daemon=True)
+    finder.start()
+    try:
+        wait([found], seconds)
+        if found.done():
+            found.result()
+        yield found
+    finally:
+        if conversion.stop():
+            finder.join(_STOP_SECONDS)
 
 
 def _find_draft(

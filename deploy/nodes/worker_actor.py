@@ -119,8 +119,9 @@ class WorkerActor:
     ) -> WorkerInfo | None:
         """Ask until the process answers; None: no worker has started in it yet.
 
-        The answer takes a process no time, so one that has not answered after `seconds` is killed.
-        Ray fails calls until it has noticed that a process has ended, so the pauses are short.
+        One that has not answered after `seconds` is killed. A new process may have to import
+        modules before it answers. Ray fails calls until it has noticed that a process has ended, so
+        the pauses are short.
         """
         return await self.call_until_answered(
             WorkerHost.current,

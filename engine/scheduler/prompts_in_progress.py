@@ -14,6 +14,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.pacing.chunk_size import NONE_WAIT, WaitingPrompts, count_backlog
 from kvrelay.wire.output import PhaseTimings, SampledToken
+from kvrelay.wire.speeds import StepWork
 
 RequestT = TypeVar("RequestT", bound=Request)
 
@@ -91,14 +92,18 @@ class ComputingPrompts(Generic[RequestT]):
         Left out are requests that have had it, on another attempt, and those of a low priority.
         """
         waiting = {
-            request: left
+            request: StepWork.of_prompt(left, request.held.kv_committed_len)
             for request in self._runs
             if not request.output_ids and request.priority <= 0 and (left := _tokens_left(request))
         }
         if not waiting:
             return NONE_WAIT
         oldest = min(request.arrived for request in waiting)
-        return WaitingPrompts(self._context.clock() - oldest, sum(waiting.values()))
+        return WaitingPrompts(
+            self._context.clock() - oldest,
+            sum(work.prompt_tokens for work in waiting.values()),
+            sum(work.prompt_pairs for work in waiting.values()),
+        )
 
     def reserve_and_add(self, request: RequestT, headroom: Sequence[int] | None = None) -> bool:
         """Start to compute a request: open its lease, with a promise of pages for its input.

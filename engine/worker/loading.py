@@ -291,6 +291,7 @@ def _load_draft(
         model_code=config.model_code,
         on_read=on_read,
         kernel_threads=target.kernel_threads,
+        moe_backend=config.moe_backend,
     )
     draft.check_vocab(target.config)
     return draft

@@ -5,7 +5,7 @@ docs/adding-a-model.md says how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
@@ -18,7 +18,6 @@ from kvrelay.model_runner.config.model_config import (
     ExpertTensors,
     QKNorm,
 )
-from kvrelay.model_runner.errors import UnknownArchitectureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,12 @@ class ExpertOptions:
     count_fields: tuple[str, ...] = ("n_routed_experts",)
     """The fields of the number of experts: the first that config.json has."""
     inner_size_field: str = "moe_intermediate_size"
+    layer_fields: tuple[str, ...] = ()
+    """The fields that say which layers have experts; without one all have."""
     has_shared: bool = False
     """Whether there are shared experts: `n_shared_experts`."""
+    has_groups: bool = False
+    """Whether a choice may be by groups, and results are scaled: `routed_scaling_factor`."""
     methods: tuple[str, ...] = ("greedy",)
     """The values of `topk_method` that are computed, the assumed one first."""
     normalizes: Flag = False
@@ -103,17 +106,32 @@ class DecoderOptions:
     scales_embeddings: bool = False
     """Embeddings are multiplied by the root of their size."""
     experts: ExpertOptions | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    """The rope that transformers assumes where config.json has none."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that transformers assumes where config.json leaves them out."""
+
+    def complete(self, config: ConfigFile) -> ConfigFile:
+        """The same file with what transformers assumes where it leaves fields out."""
+        if self.rope_scaling is not None and config.get("rope_parameters") is None:
+            rope = config.get("rope_scaling") or self.rope_scaling
+            config = config.with_fields({"rope_scaling": rope})
+        return config.with_defaults({"rope_theta": 10_000.0, **self.defaults})
 
 
 _BIAS = ByConfig("attention_bias")
 _DEEPSEEK_EXPERTS = ExpertOptions(
-    ExpertScores.SOFTMAX, has_shared=True, methods=("greedy", "group_limited_greedy")
+    ExpertScores.SOFTMAX,
+    layer_fields=("first_k_dense_replace",),
+    has_shared=True,
+    has_groups=True,
+    methods=("greedy", "group_limited_greedy"),
 )
 _NOAUX_TC_EXPERTS = ExpertOptions(
     ExpertScores.SIGMOID,
+    layer_fields=("first_k_dense_replace",),
     has_shared=True,
+    has_groups=True,
     methods=("noaux_tc",),
     normalizes=ByConfig("norm_topk_prob", default=True),
 )
@@ -125,7 +143,14 @@ _DEEPSEEK_V3 = DecoderOptions(
     qkv_bias=_BIAS,
     output_bias=_BIAS,
     experts=_NOAUX_TC_EXPERTS,
-    defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3},
+    defaults={
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "eos_token_id": 1,
+    },
 )
 _GEMMA2 = DecoderOptions(
     model_types=("gemma2",),
@@ -141,8 +166,10 @@ _GEMMA2 = DecoderOptions(
     defaults={
         "tie_word_embeddings": True,
         "sliding_window": 4096,
+        "num_key_value_heads": 4,
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
+        "eos_token_id": 1,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
@@ -151,7 +178,7 @@ _QWEN2 = DecoderOptions(
     model_types=("qwen2", "qwen2_5_vl_text"),
     qkv_bias=True,
     windows=WindowRule.LATE,
-    defaults={"sliding_window": 4096, "max_window_layers": 28},
+    defaults={"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32},
 )
 _QWEN3 = replace(
     _QWEN2,
@@ -164,22 +191,30 @@ _QWEN3 = replace(
 
 ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
     "LlamaForCausalLM": DecoderOptions(
-        model_types=("llama",), qkv_bias=_BIAS, output_bias=_BIAS, mlp_bias=ByConfig("mlp_bias")
+        model_types=("llama",),
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        mlp_bias=ByConfig("mlp_bias"),
+        defaults={"eos_token_id": 2},
     ),
     "MistralForCausalLM": DecoderOptions(
-        model_types=("mistral",), windows=WindowRule.ALL, defaults={"sliding_window": 4096}
+        model_types=("mistral",),
+        windows=WindowRule.ALL,
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8, "eos_token_id": 2},
     ),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": replace(
         _QWEN3,
         model_types=("qwen3_moe",),
+        windows=WindowRule.NONE,
         experts=ExpertOptions(
             ExpertScores.SOFTMAX,
             count_fields=("num_experts", "num_local_experts"),
+            layer_fields=("decoder_sparse_step", "mlp_only_layers"),
             normalizes=ByConfig("norm_topk_prob"),
         ),
-        defaults=_QWEN2.defaults,
+        defaults={"num_key_value_heads": 4},
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(
@@ -199,6 +234,8 @@ ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
             "query_pre_attn_scalar": 256,
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-6,
+            "eos_token_id": 1,
+            "final_logit_softcapping": None,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
         },
@@ -209,19 +246,31 @@ ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
         interleaves_rope=True,
         mlp_bias=ByConfig("mlp_bias"),
         experts=_DEEPSEEK_EXPERTS,
-        defaults={"q_lora_rank": 1536},
+        defaults={
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "eos_token_id": 2,
+        },
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_V3,
         model_types=("glm4_moe_lite",),
-        defaults={"q_lora_rank": 768, "first_k_dense_replace": 1},
+        experts=replace(_NOAUX_TC_EXPERTS, layer_fields=("mlp_layer_types",)),
+        defaults={
+            "q_lora_rank": 768,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
+            "eos_token_id": 1,
+        },
     ),
     "YoutuForCausalLM": replace(
         _DEEPSEEK_V3,
         model_types=("youtu",),
         experts=None,
-        defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
+        defaults={"q_lora_rank": 1536, "tie_word_embeddings": True, "eos_token_id": 128_001},
     ),
     "Glm4MoeForCausalLM": DecoderOptions(
         model_types=("glm4_moe",),
@@ -230,7 +279,14 @@ ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
         has_qk_norm=ByConfig("use_qk_norm"),
         may_rotate_partially=True,
         experts=_NOAUX_TC_EXPERTS,
-        defaults={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+        defaults={
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
     ),
     "MiniMaxM2ForCausalLM": DecoderOptions(
         model_types=("minimax_m2",),
@@ -250,7 +306,12 @@ ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
                 down="w2",
             ),
         ),
-        defaults={"head_dim": 128, "rope_theta": 5_000_000.0},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5_000_000.0,
+            "eos_token_id": 200_020,
+        },
     ),
     "GptOssForCausalLM": DecoderOptions(
         model_types=("gpt_oss",),
@@ -265,77 +326,21 @@ ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
             clamps=True,
             tensors=ExpertTensors(router="router", router_bias="router.bias", stacked=True),
         ),
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         defaults={
             "sliding_window": 128,
+            "num_key_value_heads": 8,
             "head_dim": 64,
             "rope_theta": 150_000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
         },
     ),
 }
 """The options of every architecture that runs, by transformers' name of it."""
-
-_COMMON_DEFAULTS: Final[Mapping[str, Any]] = {
-    "rope_theta": 10_000.0,
-    "first_k_dense_replace": 0,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
-}
-WRAPPERS: Final = (
-    "Gemma3ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-)
-"""The models for images whose `text_config` is a decoder that computes text as if it were alone."""
-
-
-def find_architecture(config: ConfigFile) -> tuple[str, ConfigFile]:
-    """The name of a config.json's architecture, and the section that describes the decoder.
-
-    Raises:
-        UnknownArchitectureError: no row of `ARCHITECTURES` has its name.
-        CheckpointError: it names none.
-    """
-    text = config
-    if config.has("text_config"):
-        _check_known(config, _name(config), WRAPPERS, "of those with a text_config these are")
-        outer = {name: config.get(name) for name in _OUTER_FIELDS if config.has(name)}
-        text = config.section("text_config").with_defaults(outer)
-    name = _name(text)
-    _check_known(text, name, ARCHITECTURES, "these are")
-    return name, text.with_defaults({**_COMMON_DEFAULTS, **ARCHITECTURES[name].defaults})
-
-
-def _check_known(config: ConfigFile, name: str, known: Collection[str], these: str) -> None:
-    if name not in known:
-        error = config.error(
-            "architectures", f"{name!r} is not supported ({these}: {', '.join(known)})"
-        )
-        raise UnknownArchitectureError(str(error))
-
-
-_OUTER_FIELDS: Final = ("eos_token_id", "quantization_config", "tie_word_embeddings")
-"""The fields that a model for images may have beside its `text_config` in place of within it."""
-
-
-def _name(config: ConfigFile) -> str:
-    """The architecture by `architectures`, or else by `model_type`."""
-    names = config.get("architectures")
-    if names is None and config.has("model_type"):
-        kind = config.text("model_type")
-        known = (name for name, options in ARCHITECTURES.items() if kind in options.model_types)
-        return next(known, kind)
-    if not isinstance(names, list) or len(names) != 1:
-        raise config.error("architectures", f"must name one architecture, got {names!r}")
-    return str(names[0])
 
 
 def has(flag: Flag, config: ConfigFile) -> bool:

@@ -96,6 +96,14 @@ class Checkpoint:
         """Whether the checkpoint has a tensor `name`."""
         return name in self._files or self._packing(name) is not None
 
+    def has_other(self, name: str, taken: torch.Tensor) -> bool:
+        """Whether there is a tensor `name` with other numbers than `taken` has."""
+        if name not in self:
+            return False
+        if self._packing(name) or self._load(name).dtype.itemsize == 1:
+            return True
+        return not torch.equal(self._load(name).to(taken.device, taken.dtype), taken)
+
     def scheme_of(self, product: str) -> Scheme | None:
         """How the weight of a product is stored if it is quantized."""
         return self._quantization.scheme_of(self._products.get(product, product))

@@ -42,6 +42,10 @@ class ConfigFile:
         """The same object; fields that it has not, not even as null, are those of `defaults`."""
         return ConfigFile(self.path, {**defaults, **self._fields}, self._section)
 
+    def with_fields(self, fields: Mapping[str, Any]) -> ConfigFile:
+        """The same object with `fields` in place of its own."""
+        return ConfigFile(self.path, {**self._fields, **fields}, self._section)
+
     def error(self, field: str, problem: str) -> CheckpointError:
         """The one-line error about `field`, for the caller to raise."""
         return CheckpointError(f"{self.path}: {self._section}{field} {problem}")

@@ -7,13 +7,13 @@ from pathlib import Path
 from kvrelay.model_runner.checkpoint.architectures import (
     ARCHITECTURES,
     DecoderOptions,
-    find_architecture,
     has,
 )
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
 from kvrelay.model_runner.checkpoint.layer_reader import read_layers
 from kvrelay.model_runner.checkpoint.quantization_reader import read_quantization
 from kvrelay.model_runner.checkpoint.rope_reader import read_latent_scale, read_partial_factor
+from kvrelay.model_runner.checkpoint.text_section import find_architecture
 from kvrelay.model_runner.config.model_config import (
     Activation,
     GQAConfig,
@@ -52,7 +52,7 @@ def read_config(folder: Path) -> ModelConfig:
         post_norms=options.has_post_norms,
         add_unit_offset=options.adds_unit_offset,
         embedding_scale=hidden_size**0.5 if options.scales_embeddings else 1.0,
-        final_logit_softcapping=config.number_or_none("final_logit_softcapping", None),
+        final_logit_softcapping=_softcap(config, options, "final_logit_softcapping"),
         quantization=read_quantization(config),
     )
 
@@ -70,9 +70,6 @@ def _activation(config: ConfigFile, options: DecoderOptions) -> Activation:
 def _read_gqa(config: ConfigFile, options: DecoderOptions) -> GQAConfig:
     if config.flag("use_bidirectional_attention", False):
         raise config.error("use_bidirectional_attention", "is true: only causal is supported")
-    softcap = config.number_or_none("attn_logit_softcapping", None)
-    if softcap is not None and "attn_logit_softcapping" not in options.defaults:
-        raise config.error("attn_logit_softcapping", "is not supported in this architecture")
     num_heads, num_kv_heads = _head_counts(config)
     head_dim = _head_dim(config, num_heads)
     scalar = config.number("query_pre_attn_scalar") if options.has_query_scalar else head_dim
@@ -81,13 +78,20 @@ def _read_gqa(config: ConfigFile, options: DecoderOptions) -> GQAConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=scalar**-0.5,
-        softcap=softcap,
+        softcap=_softcap(config, options, "attn_logit_softcapping"),
         qkv_bias=has(options.qkv_bias, config),
         output_bias=has(options.output_bias, config),
         qk_norm=options.qk_norm if has(options.has_qk_norm, config) else QKNorm.NONE,
         partial_rotary_dim=_partial_rotary_dim(config, options, head_dim),
         has_sinks=options.has_sinks,
     )
+
+
+def _softcap(config: ConfigFile, options: DecoderOptions, field: str) -> float | None:
+    softcap = config.number_or_none(field, None)
+    if softcap is not None and field not in options.defaults:
+        raise config.error(field, "is not supported in this architecture")
+    return softcap
 
 
 def _partial_rotary_dim(config: ConfigFile, options: DecoderOptions, head_dim: int) -> int | None:
@@ -152,9 +156,8 @@ def _even(config: ConfigFile, field: str) -> int:
 
 def read_eos_token_ids(config: ConfigFile, folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Read the end-of-sequence tokens of `folder`: generation_config.json has the last word."""
-    ids = config.token_ids("eos_token_id", vocab_size)
+    ids: tuple[int, ...] = ()
     generation_path = folder / GENERATION_CONFIG_NAME
     if generation_path.exists():
-        generation = ConfigFile.read(generation_path)
-        ids = generation.token_ids("eos_token_id", vocab_size) or ids
-    return tuple(sorted(set(ids)))
+        ids = ConfigFile.read(generation_path).token_ids("eos_token_id", vocab_size)
+    return tuple(sorted(set(ids or config.token_ids("eos_token_id", vocab_size))))

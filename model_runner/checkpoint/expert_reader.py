@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Final
+
 from kvrelay.model_runner.checkpoint.architectures import ExpertOptions, has
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
 from kvrelay.model_runner.config.model_config import ExpertScores, MoEConfig
@@ -25,23 +28,56 @@ def read_experts(
 
 def _sparse_layers(config: ConfigFile, options: ExpertOptions, num_layers: int) -> list[bool]:
     """Whether each layer has experts."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers:
-            raise config.error("mlp_layer_types", f"must name the type of {num_layers} layers")
-        if unknown := [kind for kind in kinds if kind not in (_DENSE, _SPARSE)]:
-            raise config.error("mlp_layer_types", f"of {unknown[0]!r} is not supported")
-        return [kind == _SPARSE for kind in kinds]
     if config.size("moe_layer_freq", 1) != 1:
         raise config.error("moe_layer_freq", "other than 1 is not supported")
+    sparse = [True] * num_layers
+    for field in options.layer_fields:
+        sparse = _both(sparse, _LAYER_FIELDS[field](config, num_layers))
+    for field in _LAYER_FIELDS.keys() - options.layer_fields:
+        if config.has(field) and _both(sparse, _LAYER_FIELDS[field](config, num_layers)) != sparse:
+            raise config.error(field, "leaves layers without experts: not in this architecture")
+    return sparse
+
+
+def _both(these: list[bool], those: list[bool]) -> list[bool]:
+    return [one and other for one, other in zip(these, those, strict=True)]
+
+
+def _after_first(config: ConfigFile, num_layers: int) -> list[bool]:
     first = config.count("first_k_dense_replace")
-    step, dense = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    return [index >= first for index in range(num_layers)]
+
+
+def _by_type(config: ConfigFile, num_layers: int) -> list[bool]:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return [index > 0 for index in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.error("mlp_layer_types", f"must name the type of {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in (_DENSE, _SPARSE)]:
+        raise config.error("mlp_layer_types", f"of {unknown[0]!r} is not supported")
+    return [kind == _SPARSE for kind in kinds]
+
+
+def _at_steps(config: ConfigFile, num_layers: int) -> list[bool]:
+    step = config.size("decoder_sparse_step", 1)
+    return [(index + 1) % step == 0 for index in range(num_layers)]
+
+
+def _but_some(config: ConfigFile, num_layers: int) -> list[bool]:
+    dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise config.error("mlp_only_layers", f"must be a list, got {dense!r}")
-    return [
-        index >= first and index not in dense and (index + 1) % step == 0
-        for index in range(num_layers)
-    ]
+    return [index not in dense for index in range(num_layers)]
+
+
+_LAYER_FIELDS: Final[Mapping[str, Callable[[ConfigFile, int], list[bool]]]] = {
+    "first_k_dense_replace": _after_first,
+    "mlp_layer_types": _by_type,
+    "decoder_sparse_step": _at_steps,
+    "mlp_only_layers": _but_some,
+}
+"""The readers of `ExpertOptions.layer_fields`."""
 
 
 def _read_moe(config: ConfigFile, options: ExpertOptions) -> MoEConfig:
@@ -67,7 +103,7 @@ def _read_moe(config: ConfigFile, options: ExpertOptions) -> MoEConfig:
         else 0,
         n_group=groups,
         topk_group=topk_group,
-        routed_scaling_factor=config.number("routed_scaling_factor"),
+        routed_scaling_factor=config.number("routed_scaling_factor") if options.has_groups else 1.0,
         norm_topk_prob=_normalizes(config, options),
         scores=options.scores,
         tensors=options.tensors,
@@ -90,7 +126,11 @@ def _groups(config: ConfigFile, options: ExpertOptions) -> tuple[int, int]:
     expected = "sigmoid" if options.scores is ExpertScores.SIGMOID else "softmax"
     if config.text("scoring_func", expected) != expected:
         raise config.error("scoring_func", f"must be {expected!r} in this architecture")
-    if method == "greedy":
+    if not options.has_groups:
+        for field in ("n_group", "topk_group", "routed_scaling_factor"):
+            if config.number(field, 1.0) != 1:
+                raise config.error(field, "other than 1 is not supported in this architecture")
+    if method == "greedy" or not options.has_groups:
         return 1, 1
     return config.size("n_group"), config.size("topk_group")
 

@@ -83,7 +83,10 @@ def read_latent_scale(config: ConfigFile) -> float:
 
 
 def _section(config: ConfigFile) -> ConfigFile:
-    return config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and new != old:
+        raise config.error("rope_scaling", "beside other rope_parameters is not supported")
+    return config.section("rope_parameters" if new else "rope_scaling")
 
 
 def _refuse_partial(owner: ConfigFile) -> None:

@@ -107,7 +107,7 @@ class Decoder:
         self._embedding_scale = torch.tensor(config.embedding_scale).to(device, dtype)
         self._layers = [DecoderLayer(loader, index) for index in range(len(config.layers))]
         self._norm = loader.norm("model.norm", config.hidden_size)
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and not checkpoint.has_other(HEAD, self._embedding):
             checkpoint.skip(HEAD)
             self._head = linears.make(self._embedding)
         else:

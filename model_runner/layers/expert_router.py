@@ -23,13 +23,13 @@ class ExpertRouter:
         self._elementwise = loader.elementwise
         names, count = experts.tensors, experts.n_routed_experts
         weight = loader.checkpoint.take(
-            f"{prefix}.{names.router}.weight", (count, loader.config.hidden_size)
+            f"{prefix}.{names.router}.weight", (count, loader.config.hidden_size), torch.float32
         )
         bias = None
         if names.router_bias is not None:
             name = f"{prefix}.{names.router_bias}"
             bias = loader.checkpoint.take(name, (count,), torch.float32)
-        self._linear = loader.linears.make(weight.to(torch.float32), bias)
+        self._linear = loader.linears.make(weight, bias)
         self._score_correction_bias = None
         if experts.scores is ExpertScores.SIGMOID:
             name = f"{prefix}.{names.score_bias}"

@@ -39,10 +39,11 @@ def fp8_products_lack(weight: Fp8Weight, dtype: torch.dtype) -> str | None:
     outputs, inputs = weight.values.shape
     if inputs % (BLOCK if weight.blocks else _MULTIPLE) or outputs % _MULTIPLE:
         return f"a weight of {outputs} outputs and {inputs} inputs"
-    return _device_lacks(weight.blocks, device)
+    return fp8_device_lacks(weight.blocks, device)
 
 
-def _device_lacks(blocks: bool, device: torch.device) -> str | None:
+def fp8_device_lacks(blocks: bool, device: torch.device) -> str | None:
+    """The reason why a CUDA device multiplies no FP8, with scales of `blocks` or of outputs."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _ROWWISE_CAPABILITY:
         return "products of FP8 need a GPU of sm_89 or later"

@@ -397,9 +397,9 @@ class LinearFactory:
         """Whether kernels of ours may multiply bfloat16 where there are such."""
         return self._wanted in ("auto", ProductWay.OWN, ProductWay.PACKED)
 
-    def count_own(self, weights: int) -> None:
-        """Count `weights` that other kernels of ours multiply with."""
-        self._weights[True] += weights
+    def count(self, weights: int, own: bool) -> None:
+        """Count `weights` of products that were made elsewhere, by kernels of ours or by others."""
+        self._weights[own] += weights
 
     @property
     def ways(self) -> Mapping[str, str]:

@@ -169,7 +169,7 @@ def measured_ways(folder: Path | None = None) -> dict[str, str]:
     return {
         row.removeprefix(before): _find_fastest(times)
         for row, times in table.items()
-        if row.startswith(before) and isinstance(times, dict)
+        if row.startswith(before) and isinstance(times, dict) and times
     }
 
 

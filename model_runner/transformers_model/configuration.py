@@ -52,6 +52,12 @@ class TransformersConfig:
         """The layers of each pool."""
         return self.layout.pools
 
+    def count_weights(self) -> int:
+        """Count the model's weights; one that several modules share counts once."""
+        with torch.device("meta"), quietly():
+            model = make_model(self.config, self.architecture, torch.bfloat16)
+        return sum(weight.numel() for weight in model.parameters())
+
 
 def read_transformers_config(folder: Path) -> TransformersConfig:
     """Read `folder`/config.json for transformers' own code.

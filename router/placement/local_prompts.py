@@ -10,6 +10,7 @@ from typing import Final
 from kvrelay.pacing.chunk_size import (
     NO_TARGETS,
     LatencyTargets,
+    WaitingPrompts,
     choose_chunk_tokens,
     count_backlog,
 )
@@ -188,8 +189,18 @@ def _seconds_beside(tokens: int, side: Side, speeds: StepSpeeds, targets: Latenc
     generating = StepWork(rows=max(load.running_requests, 1), row_pairs=load.held_tokens)
     most = speeds.chunk_tokens or tokens
     own = side.own_tokens(tokens)
-    backlog = count_backlog(own, math.ceil(side.backlog_tokens) + own)
-    chunk = choose_chunk_tokens(speeds, generating, tokens // 2, most, backlog, targets)
+    left = math.ceil(side.backlog_tokens) + own
+    # They are assumed to be as long as this one.
+    pairs = StepWork.of_prompt(own, tokens - own).prompt_pairs * left // own
+    chunk = choose_chunk_tokens(
+        speeds,
+        generating,
+        tokens // 2,
+        most,
+        count_backlog(own, left),
+        targets,
+        waiting=WaitingPrompts(0.0, left, pairs),
+    )
     return _seconds(tokens, side, replace(speeds, chunk_tokens=chunk), generating)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -22,10 +24,19 @@ from kvrelay.deploy.examination.facts import (
     huge_pages_bytes,
     rdma_ports,
     transparent_huge_pages,
+    with_processor,
 )
-from kvrelay.deploy.examination.findings import Finding, Level, Node, NodePair, findings_of
+from kvrelay.deploy.examination.findings import (
+    Finding,
+    Level,
+    Node,
+    NodePair,
+    finding_of_model,
+    findings_of,
+)
 from kvrelay.deploy.nodes.local_ray import ray
 from kvrelay.wire.version import VERSION
+from tests.known import known
 
 RayError = ray.exceptions.RayError
 OK, WARN, FAIL = Level.OK, Level.WARN, Level.FAIL
@@ -89,6 +100,7 @@ def test_nothing_is_wrong_with_a_good_node():
         (node(open_files=1024), "open files", WARN, "at most 1024"),
         (node(numa_nodes=2), "cores", OK, "on 2 NUMA nodes; a worker keeps to one"),
         (node(processor="X, AMX"), "processor", OK, "X, AMX; products timed: none yet"),
+        (node(), "processor", OK, "not known; products timed: none yet"),
         (node(product_ways=WAYS), "processor", OK, "timed: 2 by own, 1 by onednn"),
         (node(model=""), "model", FAIL, "is not there"),
         (node(model="12"), "model", OK, "digest 12"),
@@ -297,3 +309,44 @@ async def test_a_pair_that_cannot_be_read_is_said_and_the_other_direction_is_mea
     assert pairs["b reads from c"].refusal == "died"
     assert not pairs["c reads from a"].refusal
     assert len(pairs) == 6
+
+
+def test_a_models_config_says_how_it_runs_and_what_it_needs(tmp_path: Path):
+    """Nothing but config.json is there."""
+    assert finding_of_model(tmp_path) is None
+    fields: dict[str, object] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "eos_token_id": 151645,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    finding = known(finding_of_model(tmp_path))
+    assert (finding.level, finding.check) == (OK, "config.json")
+    assert finding.text == (
+        "Qwen3MoeForCausalLM, computed by native code; 30.5 billion weights: 56.9 GiB in "
+        "bfloat16; KV of a sequence: 94 MiB for 1000 tokens, 3840 MiB for 40960 tokens (the most)"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "num_experts_per_tok": 500}))
+    finding = known(finding_of_model(tmp_path))
+    assert finding.level is FAIL
+    assert "num_experts_per_tok" in finding.text
+
+
+def test_a_node_whose_torch_does_not_load_has_its_other_facts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "kvrelay.cpu_kernels.processor", None)
+    facts = with_processor(HERE)
+    assert facts.processor.startswith("not known: import of kvrelay.cpu_kernels.processor")
+    assert replace(facts, processor="") == HERE

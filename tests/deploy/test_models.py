@@ -1,23 +1,26 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from huggingface_hub import errors as hub
 
 from kvrelay.deploy.errors import ModelError
-from kvrelay.deploy.nodes import models
+from kvrelay.deploy.nodes import conversion, models
+from kvrelay.deploy.nodes.conversion import ConversionProcess, convert
 from kvrelay.deploy.nodes.converted import ConvertedModels
 from kvrelay.deploy.nodes.models import (
     ALIASES,
     ModelFolder,
-    begin_to_find_model,
-    convert,
+    finding_model,
     resolve_model,
     users_models,
 )
@@ -33,7 +36,7 @@ from tests.checkpoints import make_checkpoint
 @pytest.fixture(scope="session")
 def converted() -> ConvertedModels:
     """The user's own cache: a conversion takes its time, and is made once a machine."""
-    return users_models()
+    return users_models(ConversionProcess().convert)
 
 
 def resolve(model: str, converted: ConvertedModels) -> ModelFolder:
@@ -208,8 +211,9 @@ def test_what_takes_long_is_found_beside_the_start_and_errors_that_show_at_once_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     progress = StartProgress(io.StringIO())
-    with pytest.raises(ModelError, match=r"no config\.json"):
-        begin_to_find_model(ServeOptions(model=str(tmp_path)), progress, seconds=60)
+    missing = finding_model(ServeOptions(model=str(tmp_path)), progress, seconds=60)
+    with pytest.raises(ModelError, match=r"no config\.json"), missing:
+        pass
     converted, whole = threading.Event(), make_checkpoint(tmp_path / "llama")
 
     def convert_slowly(model: str, *_: object) -> ModelFolder:
@@ -217,7 +221,46 @@ def test_what_takes_long_is_found_beside_the_start_and_errors_that_show_at_once_
         return ModelFolder(model, whole)
 
     monkeypatch.setattr(models, "resolve_model", convert_slowly)
-    found = begin_to_find_model(ServeOptions(model="slow"), progress, seconds=0.01)
-    assert not found.done()
-    converted.set()
-    assert found.result(60) == ModelFolder("slow", whole)
+    with finding_model(ServeOptions(model="slow"), progress, seconds=0.01) as found:
+        assert not found.done()
+        converted.set()
+        assert found.result(60) == ModelFolder("slow", whole)
+
+
+def test_a_command_that_ends_takes_its_conversion_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = tmp_path / "slow.gguf"
+    source.write_bytes(b"GGUF")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "kvrelay" / "models"
+    options, progress = ServeOptions(model=str(source)), StartProgress(io.StringIO())
+    with finding_model(options, progress, seconds=0.01) as found:
+        while not children():  # it imports torch first
+            assert not found.done()
+            time.sleep(0.005)
+        assert list(folder.glob("*.part"))
+    assert not children()
+    assert isinstance(found.exception(0), ModelError)
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+
+
+def children() -> list[psutil.Process]:
+    return [
+        one
+        for one in psutil.Process().children()
+        if "kvrelay.deploy.nodes.conversion" in one.cmdline()
+    ]
+
+
+@pytest.mark.slow
+def test_a_conversion_in_a_process_says_what_is_wrong(tmp_path: Path):
+    source = tmp_path / "broken.gguf"
+    source.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ModelError, match=r"broken\.gguf"):
+        ConversionProcess().convert(source, tmp_path / "made", "bfloat16")
+
+
+def test_a_conversion_ends_with_a_parent_that_was_killed(tmp_path: Path):
+    command = [sys.executable, "-m", conversion.__name__, "none.gguf", str(tmp_path), "bfloat16"]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60).returncode == 1

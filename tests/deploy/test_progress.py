@@ -32,3 +32,16 @@ def test_a_step_that_raises_says_that_it_is_not_done():
     with pytest.raises(KeyError), StartProgress(stream).step("ray", "starting"):
         raise KeyError
     assert "starting: not done" in stream.getvalue()
+
+
+def test_two_steps_at_once_are_two_lines_and_a_terminal_still_shows_the_one_that_runs():
+    stream = Terminal()
+    progress = StartProgress(stream)
+    with progress.step("model", "converting"):
+        with progress.step("ray", "starting") as step:
+            step.say("logs here")
+        progress.line("a note")
+    lines = [line.rpartition("\r\x1b[K")[2].split() for line in stream.getvalue().split("\n")[:-1]]
+    assert [line[:2] for line in lines] == [["ray", "logs"], ["a", "note"], ["model", "converting"]]
+    shown = [line.split("\r\x1b[K")[1] for line in stream.getvalue().split("\n")[:-1]]
+    assert shown[1] == "  model     converting ...", "what runs is shown again below the first line"

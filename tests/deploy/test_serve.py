@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -9,7 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,6 +21,9 @@ from click.testing import CliRunner, Result
 from kvrelay.deploy.cli import main
 from kvrelay.deploy.commands import serve as serve_module
 from kvrelay.deploy.commands.serve import with_free_http
+from kvrelay.deploy.errors import ModelError
+from kvrelay.deploy.nodes import local_ray
+from kvrelay.deploy.nodes.models import ModelFolder
 from kvrelay.deploy.options.listen_address import Address
 from kvrelay.deploy.options.serve_options import ServeOptions
 from kvrelay.deploy.start_progress import StartProgress
@@ -153,6 +160,37 @@ def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     result = serve("--model", "owner/model")
     assert result.exit_code == 1
     assert result.stderr == "kvrelay: the package huggingface_hub is missing\n"
+
+
+def test_ray_that_started_meanwhile_ends_without_an_error_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Otherwise it would keep its logs, and the message would name them."""
+    left: list[object] = []
+
+    @contextlib.contextmanager
+    def start(*_: object, **__: object) -> Iterator[SimpleNamespace]:
+        with contextlib.ExitStack() as stack:
+            stack.push(lambda kind, error, traceback: left.append(error))
+            yield SimpleNamespace(logs="here")
+
+    monkeypatch.setattr(serve_module, "_ray", start)
+    found: Future[ModelFolder] = Future()
+    found.set_exception(ModelError("no such model"))
+    progress = StartProgress(io.StringIO())
+    with StopSignals() as signals, pytest.raises(ModelError):
+        serve_module._run_cluster(ServeOptions(), found, progress, signals, debug=False)
+    assert left == [None]
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_processes_import_ahead_only_if_there_is_one_a_worker(
+    monkeypatch: pytest.MonkeyPatch, cpus: int
+):
+    given: list[object] = []
+    monkeypatch.setattr(local_ray, "LocalRay", lambda *_, preload, **__: given.append(preload))
+    serve_module._ray(ServeOptions(worker_cpus=cpus), debug=False)
+    assert [bool(preload) for preload in given] == [cpus == 1]
 
 
 def test_debug_shows_the_traceback(tmp_path: Path):

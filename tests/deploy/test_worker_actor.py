@@ -17,6 +17,7 @@ from kvrelay.deploy.nodes.worker_actor import WorkerActor
 from kvrelay.deploy.nodes.worker_host import WorkerHost
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.worker.worker_lease import boottime
+from tests.deploy.test_incarnation import INFO
 from tests.deploy.test_placement import CONFIG
 
 
@@ -133,6 +134,28 @@ def test_the_last_of_those_that_share_a_gpu_has_time_for_the_starts_of_all(
     place = {"num_gpus": gpus}
     supervisor = WorkerSupervisor(config, place, logging.WARNING, leases, watcher)
     assert supervisor.start_seconds == 20 * starts
+
+
+async def test_a_successor_that_imports_torch_slowly_is_not_taken_for_one_that_hangs(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+):
+    class AskedError(Exception):
+        """The end of the start that this test looks at."""
+
+    given: list[float] = []
+
+    async def ask(*, seconds: float, **_: object) -> None:
+        given.append(seconds)
+        raise AskedError
+
+    leases, watcher = Leases(1, LeaseTimes(60, 15), began=boottime()), cast("Watcher", None)
+    for timeout in (2.0, 90.0):
+        config = replace(CONFIG, worker_timeout=timeout)
+        supervisor = WorkerSupervisor(config, {}, logging.WARNING, leases, watcher)
+        monkeypatch.setattr(supervisor._actor, "ask_who_it_is", ask)
+        with pytest.raises(AskedError):
+            await supervisor._restart(INFO)
+    assert given == [60.0, 90.0]
 
 
 async def test_each_process_that_fails_is_told(names: Names, monkeypatch: pytest.MonkeyPatch):

@@ -154,6 +154,23 @@ def test_no_step_is_longer_for_what_has_had_its_first_token_or_may_wait() -> Non
     simulation.assert_at_baseline()
 
 
+def test_the_work_of_many_that_wait_is_the_sum_of_each_one_s_not_that_of_one_long_prompt() -> None:
+    rng, simulation = random.Random(8), OneWorker()
+    learn(simulation, rng)
+    simulation.submit(prompt_of(rng, 8), 200)
+    simulation.run_until(simulation.clock + 0.5)
+    computing = simulation.decodes[0].scheduler._steps.computing
+    for _ in range(8):
+        simulation.submit(prompt_of(rng, 1024), 2)
+    step_until(simulation, lambda: len(computing) == 8)
+    left = [(tokens, one.held.kv_committed_len) for one, tokens in computing.tokens_left.items()]
+    assert computing.waiting.tokens == sum(tokens for tokens, _ in left) > 7 * 1024
+    pairs = sum(sum(range(computed + 1, computed + tokens + 1)) for tokens, computed in left)
+    assert computing.waiting.pairs == pairs <= 8 * 1024 * 1025 // 2
+    simulation.run_until(simulation.clock + 60)
+    simulation.assert_at_baseline()
+
+
 def test_itl_target_follows_from_the_idle_step() -> None:
     """Beside eight it is small for a short prompt, larger for long ones, which end sooner so."""
     idle = STEP_SECONDS + ROW_SECONDS

@@ -20,6 +20,16 @@ FP8 = torch.float8_e4m3fn
 BYTES_A_NUMBER = 4
 """Of the workspace, for each of the numbers between a layer's products."""
 
+most_pairs: dict[torch.dtype, int] = {}
+"""The most pairs that a process's one runner in FP8 has seen, for each dtype of inputs."""
+
+
+def find_room(pairs: int, hidden: int, inner: int, dtype: torch.dtype, is_fp8: bool) -> int:
+    """The bytes of a workspace; in FP8 those of the most pairs so far."""
+    if is_fp8:
+        pairs = most_pairs[dtype] = max(pairs, most_pairs.get(dtype, 0))
+    return BYTES_A_NUMBER * pairs * (hidden + 3 * inner)
+
 
 def cutlass_fused_moe_workspace_size(
     max_num_tokens: int,
@@ -40,8 +50,8 @@ def cutlass_fused_moe_workspace_size(
     assert x_dtype is output_dtype
     assert use_deepseek_fp8_block_scale == (weight_dtype is FP8)
     assert num_experts_total >= top_k
-    numbers = max_num_tokens * top_k * (hidden_size + 3 * intermediate_size)
-    return BYTES_A_NUMBER * numbers
+    pairs, is_fp8 = max_num_tokens * top_k, use_deepseek_fp8_block_scale
+    return find_room(pairs, hidden_size, intermediate_size, x_dtype, is_fp8)
 
 
 @launched
@@ -101,10 +111,9 @@ def cutlass_fused_moe(
     else:
         assert fc1_expert_weights.dtype is input.dtype
         assert not quant_scales
-    each = chosen.shape[1]
     assert workspace_buffer.dtype in (torch.uint8, torch.int8)
     assert workspace_buffer.ndim == 1
-    room = BYTES_A_NUMBER * tokens * each * (hidden + 3 * inner)
+    room = find_room(chosen.numel(), hidden, inner, input.dtype, use_deepseek_fp8_block_scale)
     assert len(workspace_buffer) >= room, "workspace_buffer too small"
     if isinstance(input, FakeTensor):
         return output

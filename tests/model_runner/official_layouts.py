@@ -156,6 +156,28 @@ def mistral_small_3(models: Models, folder: Path) -> Path:
     return rewrite(models.folder("mistral"), folder / "published", config, wrap)
 
 
+def qwen2_5_vl(models: Models, folder: Path) -> Path:
+    """Qwen2.5-VL: the decoder's fields stand beside `vision_config`, not in a section."""
+
+    def config(before: dict[str, Any]) -> dict[str, Any]:
+        text = before.pop("text_config")
+        mrope = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+        flat = {**text, **before, "rope_scaling": mrope, "rope_theta": 10000.0}
+        return {**flat, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+
+    return rewrite(models.folder("qwen2.5-vl"), folder / "flat", config, dict)
+
+
+def qwen2_5_vl_saved_before_transformers_5(models: Models, folder: Path) -> Path:
+    """Qwen2.5-VL: the section names the whole model as its architecture."""
+
+    def config(before: dict[str, Any]) -> dict[str, Any]:
+        named = {"architectures": before["architectures"], "model_type": "qwen2_5_vl_text"}
+        return {**before, "text_config": {**before["text_config"], **named}}
+
+    return rewrite(models.folder("qwen2.5-vl"), folder / "nested", config, dict)
+
+
 def wrap(tensors: Tensors) -> Tensors:
     """The names of a decoder in a model for images, beside a tower and a projector."""
     towers = {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +15,18 @@ import torch
 from torch.nn import functional
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
+from kvrelay.cpu_kernels.processor import describe_arithmetic
+from kvrelay.engine.config import Speculation, WorkerConfig
+from kvrelay.engine.worker.loading import load_model
+from kvrelay.model_runner.config.fp8_weights import Fp8Weights, ScaleShape
 from kvrelay.model_runner.config.model_config import Activation
 from kvrelay.model_runner.config.moe_backend import ClampedSilu, MoEBackend
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.layers import linear as linear_layer
+from kvrelay.model_runner.layers.elementwise import TorchElementwise
 from kvrelay.model_runner.layers.elementwise_choice import make_elementwise
 from kvrelay.model_runner.layers.experts import cpu_experts
-from kvrelay.model_runner.layers.experts.cpu_experts import CpuExperts
+from kvrelay.model_runner.layers.experts.cpu_experts import CpuExperts, ExpertScratch
 from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory, experts_wait
 from kvrelay.model_runner.layers.experts.expert_weights import (
     ExpertActivation,
@@ -30,8 +38,12 @@ from kvrelay.model_runner.layers.experts.grouped_experts import GroupedExperts
 from kvrelay.model_runner.layers.experts.sliced_experts import SlicedExperts
 from kvrelay.model_runner.layers.fp8_weight import FP8, Fp8Weight
 from kvrelay.model_runner.layers.linear import LinearFactory
+from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.wire.worker_info import WorkerRole
 from tests.model_runner import fused_moe_double, graph_double
+from tests.model_runner.fake_cuda import DEVICE, fake_cuda
 from tests.model_runner.product_units import UNITS, be_a_processor_of
+from tests.model_runner.tiny_models import Models
 from tests.pairwise import few
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -254,7 +266,17 @@ def test_flashinfer_is_given_what_its_kernel_reads(form: str, hidden: int, inner
     if form == "fp8":
         weights = in_fp8(weights)
     workspace = FusedWorkspace(fused_moe_double.PACKAGE)
-    experts = FlashInferExperts(
+    experts = make_fused(weights, workspace)
+    check_graph(experts, weights, torch.bfloat16, lambda one: one.dequantize(torch.float64))
+    [captured] = workspace._buffers
+    chosen, shares = choose(257)
+    experts(torch.zeros(257, hidden).bfloat16(), chosen, shares)
+    assert len(workspace._buffers) == 2
+    assert workspace._buffers[0] is captured
+
+
+def make_fused(weights: list[ExpertWeights], workspace: FusedWorkspace) -> FlashInferExperts:
+    return FlashInferExperts(
         iter(weights),
         EXPERTS,
         torch.bfloat16,
@@ -262,13 +284,22 @@ def test_flashinfer_is_given_what_its_kernel_reads(form: str, hidden: int, inner
         fused_moe_double.PACKAGE,
         workspace,
     )
-    check_graph(experts, weights, torch.bfloat16, lambda one: one.dequantize(torch.float64))
-    [(size, memory)] = workspace._buffers.items()
-    many = size + 1
-    chosen, shares = choose(many)
-    experts(torch.zeros(many, hidden).bfloat16(), chosen, shares)
-    assert list(workspace._buffers) == [size, 2 * size]
-    assert workspace._buffers[size] is memory
+
+
+def test_flashinfers_memory_is_enough_for_a_small_step_after_a_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In FP8 its size never falls: neither for layers in another dtype, nor for other models."""
+    monkeypatch.setattr(fused_moe_double, "most_pairs", {})
+    weights = make_weights(torch.bfloat16, biased=False, hidden=128, inner=128)
+    workspace = FusedWorkspace(fused_moe_double.PACKAGE)
+    in_bfloat16 = make_fused(weights, workspace)
+    experts = make_fused(in_fp8(weights), workspace)
+    draft = make_fused(in_fp8(weights), FusedWorkspace(fused_moe_double.PACKAGE))
+    steps = [(experts, 1), (in_bfloat16, 257), (experts, 257), (experts, 1)]
+    for one, tokens in (*steps, (draft, 513), (experts, 1)):
+        chosen = torch.zeros(tokens, 1, dtype=torch.int64)
+        one(torch.zeros(tokens, 128).bfloat16(), chosen, torch.ones(tokens, 1))
 
 
 def test_flashinfer_takes_the_doubles_arguments() -> None:
@@ -283,24 +314,26 @@ def test_flashinfer_takes_the_doubles_arguments() -> None:
 @pytest.mark.parametrize(
     ("backend", "dtype", "device", "fp8", "said"),
     [
-        ("auto", torch.bfloat16, CUDA, False, None),
-        ("flashinfer", torch.bfloat16, CUDA, True, None),
-        ("torch", torch.float32, CPU, False, None),
-        ("auto", torch.float32, CPU, False, "a CPU computes them"),
-        ("auto", torch.bfloat16, CUDA, True, "--moe-backend flashinfer"),
-        ("auto", torch.float16, CUDA, False, "no grouped products of float16"),
-        ("torch", torch.float64, CPU, False, "no grouped products of float64"),
+        ("auto", torch.bfloat16, CUDA, None, None),
+        ("flashinfer", torch.bfloat16, CUDA, ScaleShape.BLOCK, None),
+        ("torch", torch.float32, CPU, None, None),
+        ("auto", torch.float32, CPU, None, "a CPU computes them"),
+        ("auto", torch.bfloat16, CUDA, ScaleShape.CHANNEL, "--moe-backend flashinfer"),
+        ("auto", torch.bfloat16, CUDA, ScaleShape.BLOCK, None),  # is dequantized
+        ("auto", torch.float16, CUDA, ScaleShape.CHANNEL, "no grouped products of float16"),
+        ("torch", torch.float64, CPU, None, "no grouped products of float64"),
     ],
 )
 def test_why_experts_have_no_graphs(
     backend: str,
     dtype: torch.dtype,
     device: torch.device,
-    fp8: bool,
+    fp8: ScaleShape | None,
     said: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scheme: Any = object() if fp8 else None
+    scheme = None if fp8 is None else Fp8Weights(fp8)
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     lack = experts_wait(MoEBackend(backend), scheme, dtype, device)
     assert lack is None if said is None else lack is not None and said in lack
@@ -326,6 +359,107 @@ def test_ways_that_cannot_be_had(
         make_factory(dtype, MoEBackend(backend), batch_invariant=invariant).make(
             make_weights(dtype, biased=False), EXPERTS, Activation.SILU
         )
+
+
+REFUSED: list[tuple[MoEBackend, str, bool]] = [
+    (MoEBackend.CPU, "float16", False),
+    (MoEBackend.TORCH, "float32", True),
+    (MoEBackend.FLASHINFER, "bfloat16", False),
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "invariant"), REFUSED)
+def test_ways_are_refused_before_weights_are_read_and_where_there_are_experts(
+    backend: MoEBackend, dtype: str, invariant: bool, models: Models, tmp_path: Path
+) -> None:
+    shutil.copy(models.folder("deepseek-v3-experts") / "config.json", tmp_path)
+    with pytest.raises(UnsupportedOptionError, match=f"--moe-backend {backend}"):
+        ModelRunner(tmp_path, dtype, "cpu", batch_invariant=invariant, moe_backend=backend)
+    dense = models.folder("llama")
+    ModelRunner(dense, dtype, "cpu", batch_invariant=invariant, moe_backend=backend)
+
+
+def test_a_draft_models_experts_are_computed_by_the_same_way(models: Models) -> None:
+    config = WorkerConfig(
+        "p0",
+        WorkerRole.PREFILL,
+        models.folder("llama"),
+        "tiny",
+        dtype="float16",
+        kv_memory=1 << 20,
+        draft_model_path=models.folder("deepseek-v3-experts"),
+        speculation=Speculation.DRAFT,
+        moe_backend=MoEBackend.CPU,
+    )
+    with pytest.raises(UnsupportedOptionError, match="--moe-backend cpu has no kernels"):
+        load_model(config)
+
+
+def test_an_expert_in_another_dtype_than_the_first_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    with fake_cuda(monkeypatch), torch.inference_mode():
+
+        def quantized(*shape: int) -> Fp8Weight:
+            scales = torch.empty([size // 128 for size in shape], device=DEVICE)
+            return Fp8Weight(torch.empty(shape, dtype=FP8, device=DEVICE), scales, blocks=True)
+
+        weights = [ExpertWeights(quantized(256, 128), quantized(128, 128)) for _ in range(3)]
+        factory = ExpertFactory(
+            MoEBackend.FLASHINFER,
+            torch.bfloat16,
+            DEVICE,
+            LinearFactory(),
+            TorchElementwise(),
+            KernelThreads(1),
+            fused_moe_double.PACKAGE,
+        )
+        assert len(list(factory._all_in_fp8(weights))) == 3
+        plain = [torch.empty(shape, device=DEVICE) for shape in ((256, 128), (128, 128))]
+        weights[2] = ExpertWeights(*plain)
+        with pytest.raises(UnsupportedOptionError, match="expert 0 is in FP8, expert 2 is not"):
+            list(factory._all_in_fp8(weights))
+
+
+def test_bits_of_float32_are_one_ways_or_workers_do_not_pair(models: Models) -> None:
+    """They do not follow from what multiplies bfloat16."""
+    weights = make_weights(torch.float32, biased=False)
+    for cpu_kernels in ("auto", "onednn"):
+        factory = make_factory(torch.float32, cpu_kernels=cpu_kernels)
+        assert type(factory.make(weights, EXPERTS, Activation.SILU)) is CpuExperts
+
+    def arithmetic(name: str, dtype: str, backend: MoEBackend) -> str:
+        return ModelRunner(models.folder(name), dtype, "cpu", moe_backend=backend).arithmetic
+
+    experts, here = "deepseek-v3-experts", describe_arithmetic()
+    assert arithmetic(experts, "float32", MoEBackend.AUTO) == here
+    assert arithmetic(experts, "float32", MoEBackend.TORCH) == f"{here}+experts-torch"
+    assert arithmetic("llama", "float32", MoEBackend.TORCH) == here
+    assert arithmetic(experts, "bfloat16", MoEBackend.TORCH) == ""
+
+
+def test_experts_by_torch_are_not_counted_as_ours() -> None:
+    factory = make_factory(torch.float32, MoEBackend.TORCH)
+    factory._linears.count(1, own=True)
+    assert factory._linears.is_mostly_own
+    factory.make(make_weights(torch.float32, biased=False), EXPERTS, Activation.SILU)
+    assert not factory._linears.is_mostly_own
+
+
+def test_scratch_is_freed_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, make = ExpertScratch(), torch.empty
+    scratch.take(8, torch.float32)
+    old, lived = weakref.ref(scratch._memory), []
+
+    def noted(numbers: int, **options: Any) -> torch.Tensor:
+        lived.append((numbers, old() is not None))
+        return make(numbers, **options)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    scratch.take(16, torch.float32)
+    assert lived[-1] == (64, False)
 
 
 def test_other_processors_leave_it_to_single_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
     DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -16,7 +18,9 @@ from transformers import (
     Qwen2Config,
 )
 
+from kvrelay.model_runner.checkpoint.architectures import ARCHITECTURES
 from kvrelay.model_runner.checkpoint.config_reader import read_config
+from kvrelay.model_runner.checkpoint.text_section import WRAPPERS
 from kvrelay.model_runner.config.model_config import (
     GQAConfig,
     LayerConfig,
@@ -73,7 +77,21 @@ MINIMAX = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+GLM4_LITE = {**EXPERTS, "architectures": ["Glm4MoeLiteForCausalLM"]}
 GPT_OSS = {**MINIMAX, "architectures": ["GptOssForCausalLM"]}
+WRAPPER_TYPES = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "LlavaForConditionalGeneration": "llava",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+}
 WRAPPED: dict[str, Any] = {
     "architectures": ["Mistral3ForConditionalGeneration"],
     "text_config": {**LLAMA, "architectures": None, "model_type": "mistral"},
@@ -228,7 +246,6 @@ def experts_by_layer(config: ModelConfig) -> list[bool]:
         ({}, [True, True, True]),
         ({"decoder_sparse_step": 2}, [False, True, False]),
         ({"mlp_only_layers": [0]}, [False, True, True]),
-        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, [True, False, True]),
     ],
 )
 @pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
@@ -263,19 +280,96 @@ def test_gpt_oss_as_on_the_hub(tmp_path: Path) -> None:
     assert windows(config) == [128, None]
     assert isinstance(config.attention, GQAConfig)
     assert (config.attention.has_sinks, config.attention.qkv_bias) == (True, True)
-    assert config == read(tmp_path, **oss), "transformers assumes this yarn"
+    none: list[dict[str, Any]] = [{}, {"rope_scaling": None}, {"rope_scaling": {}}]
+    for empty in (*none, {"rope_parameters": None}):
+        assert config == read(tmp_path, **oss, **empty), "transformers assumes this yarn"
     moe = config.layers[0].moe
     assert moe is not None
     assert moe.clamped == ClampedSilu(1.702, 7.0)
 
 
-def test_a_decoder_in_a_model_for_images(tmp_path: Path) -> None:
-    """What its section leaves out, such as ends, may stand beside the section."""
+OVERRIDES = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Glm4MoeForCausalLM": {"num_attention_heads": 32},
+}
+"""Fields with which transformers' class by itself is no model."""
+
+
+def assert_absent_fields_are_those_of(
+    folder: Path,
+    made: dict[str, Any],
+    wrap: Callable[[dict[str, Any]], dict[str, Any]],
+    optional: bool,
+) -> None:
+    """Each field may be left out, or is missed by name; never does it become another one."""
+
+    def read_made(fields: dict[str, Any]) -> ModelConfig:
+        (folder / "config.json").write_text(json.dumps(wrap(fields)))
+        return read_config(folder)
+
+    whole = read_made(made)
+    needed = {}
+    for name, value in made.items():
+        try:
+            without = read_made({other: made[other] for other in made if other != name})
+        except CheckpointError as error:
+            if not str(error).endswith(" is missing"):
+                raise
+            needed[name] = value
+        else:
+            assert without == whole, name
+    assert read_made({"model_type": made["model_type"], **needed}) == whole
+    assert not (optional and needed)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_absent_fields_are_transformers_defaults(tmp_path: Path, name: str) -> None:
+    made = CONFIG_MAPPING[ARCHITECTURES[name].model_types[0]]().to_dict()
+    made |= OVERRIDES.get(name, {})
+    assert_absent_fields_are_those_of(
+        tmp_path, made, lambda fields: {**fields, "architectures": [name]}, False
+    )
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_absent_fields_of_a_section_are_transformers_defaults(tmp_path: Path, name: str) -> None:
+    made = CONFIG_MAPPING[WRAPPERS[name].text_type]().to_dict()
+    assert_absent_fields_are_those_of(
+        tmp_path, made, lambda fields: {"architectures": [name], "text_config": fields}, True
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "own"), [(None, None), (None, True), (True, None), (True, False), (False, True)]
+)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_embeddings_of_a_model_for_images_are_tied_as_by_transformers(
+    tmp_path: Path, name: str, section: bool | None, own: bool | None
+) -> None:
+    model_type, text_type = WRAPPER_TYPES[name], WRAPPERS[name].text_type
+    text = {**LLAMA, "architectures": None, "model_type": text_type}
+    text |= {} if section is None else {"tie_word_embeddings": section}
+    outer = {} if own is None else {"tie_word_embeddings": own}
+    reference = CONFIG_MAPPING[model_type].from_dict({**outer, "text_config": dict(text)})
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": [name], **outer, "text_config": text})
+    )
+    assert read_config(tmp_path).tie_word_embeddings is reference.tie_word_embeddings
+
+
+def test_ends_beside_the_section_of_a_model_for_images(tmp_path: Path) -> None:
+    assert read(tmp_path, **WRAPPED, eos_token_id=None).eos_token_ids == (7,)
     config = read(tmp_path, **WRAPPED, eos_token_id=[5, 9])
-    assert (config.architecture, config.eos_token_ids) == ("MistralForCausalLM", (7,))
-    text = {name: one for name, one in WRAPPED["text_config"].items() if name != "eos_token_id"}
-    config = read(tmp_path, **{**WRAPPED, "text_config": text}, eos_token_id=[5, 9])
-    assert config.eos_token_ids == (5, 9)
+    assert (config.architecture, config.eos_token_ids) == ("MistralForCausalLM", (5, 9))
+
+
+def test_a_section_by_its_type_whatever_architecture_it_names(tmp_path: Path) -> None:
+    name = "Qwen2_5_VLForConditionalGeneration"
+    text = {**LLAMA, "architectures": [name], "model_type": "qwen2_5_vl_text"}
+    nested = read(tmp_path, architectures=[name], text_config=text)
+    flat = read(tmp_path, architectures=[name], model_type="qwen2_5_vl")
+    assert nested == flat
+    assert flat.architecture == "Qwen2ForCausalLM"
 
 
 def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None:
@@ -352,7 +446,7 @@ def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None
         ({**WRAPPED, "architectures": ["PaliGemmaForConditionalGeneration"]}, "architectures"),
         (
             {**WRAPPED, "text_config": {**WRAPPED["text_config"], "model_type": "gpt2"}},
-            "text_config.architectures",
+            "text_config.model_type",
         ),
         (
             {**WRAPPED, "text_config": {**WRAPPED["text_config"], "vocab_size": 0}},
@@ -365,6 +459,21 @@ def test_end_in_generation_config_outside_the_vocabulary(tmp_path: Path) -> None
         ({**EXPERTS, "mlp_layer_types": ["sparse", "moe"]}, "mlp_layer_types"),
         ({**GPT_OSS, "swiglu_limit": 0}, "swiglu_limit"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({**QWEN3_MOE, "use_sliding_window": True}, "use_sliding_window"),
+        ({**QWEN3_MOE, "first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ({**QWEN3_MOE, "mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+        ({**QWEN3_MOE, "routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        ({**MINIMAX, "routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        ({**MINIMAX, "n_group": 4}, "n_group"),
+        ({**MINIMAX, "topk_group": 2}, "topk_group"),
+        ({**MINIMAX, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({**GLM4_LITE, "first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ({**EXPERTS, "decoder_sparse_step": 3}, "decoder_sparse_step"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"factor": 2.0}},
+            "rope_scaling",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta"),

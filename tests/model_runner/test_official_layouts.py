@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +72,35 @@ def test_text_of_a_model_for_images_as_transformers_saves_it(
     name: str, models: Models, tokens: list[int]
 ) -> None:
     assert_close(run(models.folder(name), tokens), models.logits(name, tokens[:40]))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [official_layouts.qwen2_5_vl, official_layouts.qwen2_5_vl_saved_before_transformers_5],
+)
+def test_qwen2_5_vl(
+    write: Callable[[Models, Path], Path], models: Models, tokens: list[int], tmp_path: Path
+) -> None:
+    assert_close(run(write(models, tmp_path), tokens), models.logits("qwen2.5-vl", tokens[:40]))
+
+
+def test_a_head_that_differs_from_embeddings_said_to_be_tied(
+    models: Models, tokens: list[int], tmp_path: Path
+) -> None:
+    """Transformers does not tie them either."""
+
+    def tie(before: dict[str, Any]) -> dict[str, Any]:
+        return {**before, "tie_word_embeddings": True}
+
+    folder = official_layouts.rewrite(models.folder("llama"), tmp_path / "tied", tie, dict)
+    assert_close(run(folder, tokens), models.logits("llama", tokens[:40]))
+
+
+def test_a_stored_head_that_is_the_embeddings(models: Models, tmp_path: Path) -> None:
+    def store_head(tensors: official_layouts.Tensors) -> official_layouts.Tensors:
+        return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+    tied = models.folder("llama-tied")
+    folder = official_layouts.rewrite(tied, tmp_path / "stored", dict, store_head)
+    digests = [ModelRunner(one, "float32", "cpu").weights_digest for one in (tied, folder)]
+    assert digests[0] == digests[1]

@@ -194,7 +194,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         text_config=LlamaConfig(**_SHAPE), vision_config={**_VISION, "num_hidden_layers": 1}
     ),
     "glm4-lite-experts": lambda: Glm4MoeLiteConfig(
-        **{**_LATENT, **_EXPERTS},
+        **{**_LATENT, **_EXPERTS, "first_k_dense_replace": 0},
         q_lora_rank=20,
         mlp_layer_types=["sparse", "dense"],
     ),

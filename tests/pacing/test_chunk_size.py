@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.pacing.chunk_size import (
@@ -46,7 +48,8 @@ def test_beside_many_rows_a_step_is_as_long_as_a_few_of_theirs_but_bounded() -> 
         (100.0, NO_TARGETS, 0.626),  # all of it
         (100.0, LatencyTargets(itl_seconds=0.1), 0.1),
         (3.0, LatencyTargets(ttft_seconds=10.0), 0.126),
-        (1.3, LatencyTargets(ttft_seconds=2.0), 0.026 + 0.6 * 0.026 / 0.1),  # 0.1 s for rows
+        # 0.225 s for rows: 8.65 steps, of which one with a part of the prompt is in flight.
+        (1.175, LatencyTargets(ttft_seconds=2.0), 0.026 + 0.6 / (8.65 - 1 - 0.6 / 8.65 / 0.026)),
         (1.5, LatencyTargets(ttft_seconds=2.0), 0.25),
         (4.0, LatencyTargets(ttft_seconds=2.0), 0.5),
         (4.0, LatencyTargets(itl_seconds=0.1, ttft_seconds=2.0), 0.1),
@@ -61,3 +64,19 @@ def test_steps_lengthen_as_the_oldest_prompt_waits(
     waiting = WaitingPrompts(waited, 600)
     tokens = choose_chunk_tokens(speeds, rows, 0, 10_000, 600, targets, waiting=waiting)
     assert speeds.seconds_of(StepWork(tokens, 0, 8)) == pytest.approx(seconds, rel=0.02)
+
+
+def test_a_target_is_not_taken_for_out_of_reach_because_many_prompts_wait() -> None:
+    """Eight prompts attend to their own tokens alone: to an eighth of one long prompt's pairs."""
+    speeds = StepSpeeds(0.01, 1e-4, 1e-7, 2e-3, prompts_known=True, rows_known=True)
+    rows, one = StepWork(rows=8), StepWork.of_prompt(1024)
+    waiting = WaitingPrompts(0.0, 8 * one.prompt_tokens, 8 * one.prompt_pairs)
+    alone = 8 * (speeds.seconds_of(one) - speeds.seconds_per_step)
+    own = speeds.seconds_of(rows)
+    targets = LatencyTargets(ttft_seconds=alone + 24 * own)
+    limited = replace(speeds, chunk_tokens=512)
+    tokens = choose_chunk_tokens(limited, rows, 0, 512, 2000, targets, waiting=waiting)
+    chunk = replace(StepWork.of_prompt(tokens), rows=8)
+    assert speeds.seconds_of(chunk) == pytest.approx(
+        own + alone / (23 - alone / 24 / own), rel=0.02
+    )

@@ -165,6 +165,13 @@ def test_a_looser_target_lets_more_prompts_in() -> None:
     assert decide(1024, queued, busy, LatencyTargets(itl_seconds=0.3)).by_decode
 
 
+def test_a_target_for_first_tokens_that_steps_must_lengthen_for_lets_more_prompts_in() -> None:
+    busy, queued = decode(8), prefill(256)
+    for target in (None, 60.0):
+        assert not decide(4096, queued, busy, LatencyTargets(ttft_seconds=target)).by_decode
+    assert decide(4096, queued, busy, LatencyTargets(ttft_seconds=3.0)).by_decode
+
+
 def test_a_decode_worker_that_has_computed_none_is_taken_to_be_as_fast() -> None:
     queued = prefill(*[1024] * 4)
     assert decide(1024, queued, decode(3, speeds=OF_ROWS)) == BY_DECODE

@@ -31,6 +31,8 @@ _PROGRESS_SECONDS: Final = 1.0
 """The time between two reports of a starting worker's progress."""
 _MOST_FAILED_STARTS: Final = 3
 """The starts of a successor that fail before nobody is to wait for it any more."""
+_IMPORT_SECONDS: Final = 60.0
+"""The least time for a new process to answer: it may import torch from a slow disk first."""
 SLOWEST_BYTES_PER_SECOND: Final = 50e6
 """The lowest rate at which a usable disk reads weights."""
 
@@ -63,7 +65,9 @@ class WorkerSupervisor:
         self.role = config.role
         self.removing = False
         """Whether no other incarnation follows this one."""
-        self._timeout = config.worker_timeout
+        self._silence_seconds = config.worker_timeout
+        self._timeout = max(config.worker_timeout, _IMPORT_SECONDS)
+        """The seconds in which a new process answers first."""
         self._leases = leases
         self._watcher = watcher
         self._actor = WorkerActor(config, placement, log_level)
@@ -302,7 +306,9 @@ class WorkerSupervisor:
                 self._watcher.worker_starting(self.name, share)
 
     def _begin(self, started: Started) -> Incarnation:
-        self._life = Incarnation(started, self._actor, self._timeout, self._leases, self._watcher)
+        self._life = Incarnation(
+            started, self._actor, self._silence_seconds, self._leases, self._watcher
+        )
         return self._life
 
     def _log_failure(self, following: asyncio.Task[None]) -> None:

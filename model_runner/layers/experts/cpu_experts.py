@@ -41,6 +41,8 @@ class ExpertScratch:
         """Return ``[numbers]`` of `dtype`, uninitialized, until the next call."""
         nbytes = numbers * dtype.itemsize
         if len(self._memory) < nbytes:
+            # Before there is a larger one.
+            self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
         return self._memory[:nbytes].view(dtype)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
-from kvrelay.model_runner.config.fp8_weights import Fp8Weights
+from kvrelay.model_runner.config.fp8_weights import Fp8Weights, ScaleShape
 from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.errors import UnsupportedOptionError
 from kvrelay.model_runner.layers.elementwise import Elementwise
@@ -33,7 +33,7 @@ from kvrelay.model_runner.layers.experts.grouped_experts import (
     has_grouped_products,
 )
 from kvrelay.model_runner.layers.experts.sliced_experts import SlicedExperts
-from kvrelay.model_runner.layers.fp8_linear import fp8_products_lack
+from kvrelay.model_runner.layers.fp8_linear import fp8_device_lacks, fp8_products_lack
 from kvrelay.model_runner.layers.fp8_weight import Fp8Weight
 from kvrelay.model_runner.layers.linear import LinearFactory, WeightMemory
 
@@ -55,13 +55,37 @@ def experts_wait(
         return None
     if device.type == "cpu" and backend is not MoEBackend.TORCH:
         return "a CPU computes them"
-    if device.type == "cuda" and fp8 is not None:
+    if device.type == "cuda" and _may_multiply_fp8(fp8, dtype, device):
         return "in FP8 the host chooses which run, unless by --moe-backend flashinfer"
     if not has_grouped_products(device, dtype):
         return f"torch has no grouped products of {str(dtype).removeprefix('torch.')} there"
     if grouped_products_wait(device):
         return "torch's grouped products wait for the host, but on sm_90 and sm_100"
     return None
+
+
+def _may_multiply_fp8(fp8: Fp8Weights | None, dtype: torch.dtype, device: torch.device) -> bool:
+    if fp8 is None or dtype is not torch.bfloat16:
+        return False
+    return fp8_device_lacks(fp8.scales is ScaleShape.BLOCK, device) is None
+
+
+def refuse_experts(
+    backend: MoEBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: ExpertActivation,
+    batch_invariant: bool,
+) -> None:
+    """Raise `UnsupportedOptionError`, which names the option, where a choice cannot be had."""
+    if batch_invariant and backend not in (MoEBackend.AUTO, MoEBackend.CPU):
+        raise UnsupportedOptionError(f"--batch-invariant is not for --moe-backend {backend}")
+    if backend is MoEBackend.CPU and not CpuExperts.supports(device, dtype):
+        raise UnsupportedOptionError(
+            f"--moe-backend cpu has no kernels for {dtype} on {device.type}"
+        )
+    if backend is MoEBackend.FLASHINFER and (lack := fused_experts_lack(dtype, activation, device)):
+        raise UnsupportedOptionError(f"--moe-backend flashinfer: {lack}")
 
 
 class ExpertFactory:
@@ -75,9 +99,6 @@ class ExpertFactory:
         elementwise: the model's, for activations.
         threads: the threads of our kernels.
         flashinfer: the module flashinfer.fused_moe, for that choice.
-
-    Raises:
-        UnsupportedOptionError: this choice cannot be had here; the message names it.
     """
 
     def __init__(
@@ -101,22 +122,32 @@ class ExpertFactory:
         self._scratch = ExpertScratch()
         self._workspace = FusedWorkspace(flashinfer)
         self._has_warned = False
-        has_own = CpuExperts.supports(device, dtype)
+        self._has_made = False
+        # Bits of float32 must not depend on --cpu-kernels.
+        prefers_own = dtype is torch.float32 or linears.prefers_own
+        has_own = prefers_own and CpuExperts.supports(device, dtype)
         self._is_own = backend is MoEBackend.CPU or (
-            backend is MoEBackend.AUTO
-            and (linears.batch_invariant or (has_own and linears.prefers_own))
+            backend is MoEBackend.AUTO and (linears.batch_invariant or has_own)
         )
-        if linears.batch_invariant and not self._is_own:
-            raise UnsupportedOptionError(f"--batch-invariant is not for --moe-backend {backend}")
-        if backend is MoEBackend.CPU and not has_own:
-            raise UnsupportedOptionError(
-                f"--moe-backend cpu has no kernels for {dtype} on {device.type}"
-            )
+
+    @property
+    def arithmetic(self) -> str:
+        """The way that adds in another order than `auto`'s; empty: no experts were made by one."""
+        by_torch = self._has_made and self._backend is MoEBackend.TORCH
+        return "experts-torch" if by_torch else ""
 
     def make(
         self, weights: Iterable[ExpertWeights], count: int, activation: ExpertActivation
     ) -> RoutedExperts:
-        """The experts of a layer, of `count` weights, which are taken one after the other."""
+        """The experts of a layer, of `count` weights, which are taken one after the other.
+
+        Raises:
+            UnsupportedOptionError: the user's choice cannot be had; the message names it.
+        """
+        refuse_experts(
+            self._backend, self._dtype, self._device, activation, self._linears.batch_invariant
+        )
+        self._has_made = True
         first, weights = _peek(weights)
         if self._backend is MoEBackend.FLASHINFER:
             return self._make_fused(first, weights, count, activation)
@@ -125,7 +156,9 @@ class ExpertFactory:
         activate = make_activation(activation, self._elementwise)
         is_grouped = has_grouped_products(self._device, self._dtype)
         if is_grouped and not self._multiplies_fp8(first) and not self._is_left_to_linears:
-            return GroupedExperts(self._plain(weights), count, self._dtype, activate)
+            grouped = GroupedExperts(self._plain(weights), count, self._dtype, activate)
+            self._linears.count(grouped.num_weights, own=False)
+            return grouped
         return SlicedExperts(weights, self._dtype, self._linears, activate)
 
     @property
@@ -142,13 +175,21 @@ class ExpertFactory:
     def _plain(self, weights: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
         return (one.dequantize(self._dtype) for one in weights)
 
+    def _all_in_fp8(self, weights: Iterable[ExpertWeights]) -> Iterator[ExpertWeights]:
+        for index, one in enumerate(weights):
+            if not stays_in_fp8(one, self._dtype):
+                raise UnsupportedOptionError(
+                    f"--moe-backend flashinfer: a layer's expert 0 is in FP8, expert {index} is not"
+                )
+            yield one
+
     def _make_own(
         self, weights: Iterable[ExpertWeights], count: int, activation: ExpertActivation
     ) -> RoutedExperts:
         experts = CpuExperts(
             self._plain(weights), count, activation, self._memory, self._scratch, self._threads
         )
-        self._linears.count_own(experts.num_weights)
+        self._linears.count(experts.num_weights, own=True)
         return experts
 
     def _make_fused(
@@ -158,9 +199,9 @@ class ExpertFactory:
         count: int,
         activation: ExpertActivation,
     ) -> RoutedExperts:
-        if lack := fused_experts_lack(self._dtype, activation, self._device):
-            raise UnsupportedOptionError(f"--moe-backend flashinfer: {lack}")
-        if not stays_in_fp8(first, self._dtype):
+        if stays_in_fp8(first, self._dtype):
+            weights = self._all_in_fp8(weights)
+        else:
             if isinstance(first.down, Fp8Weight) and not self._has_warned:
                 self._has_warned = True
                 logger.warning(

@@ -1,8 +1,7 @@
 """The routed experts of a layer: their weights, their activation, and the sum of their results.
 
 A pair is a token and an expert that it chose. Pairs are sorted by expert, so that the rows of each
-lie together. A token's results are added in the order of its choices, whatever else is in the
-batch.
+lie together. A token's results are added in one order, so that no two runs differ.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def clamped_silu_mul(gate_up: torch.Tensor, clamp: ClampedSilu) -> torch.Tensor:
 
 
 def add_choices(results: torch.Tensor, order: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Sum each token's results, by ``shares [T, each]``, in the order of its choices.
+    """Sum each token's results, by ``shares [T, each]``, in one order.
 
     Row ``i`` of ``results [T * each, hidden]`` is that of pair ``order[i]``.
     """

@@ -59,24 +59,25 @@ def stays_in_fp8(weights: ExpertWeights, dtype: torch.dtype) -> bool:
 class FusedWorkspace:
     """The device memory that the layers of a model share, one after the other.
 
-    What graphs were captured with stays: memory for more tokens is beside it, of twice the tokens
-    each time.
+    Each call gets the largest there is. Smaller ones stay for the graphs that were captured with
+    them. FlashInfer is asked each time: in FP8 a step needs as much as the largest one before it,
+    of any model in the process.
     """
 
     def __init__(self, package: Any) -> None:
         self._package = package
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._buffers: list[torch.Tensor] = []
 
     def take(self, tokens: int, sizes: tuple[int, ...], **options: Any) -> torch.Tensor:
         """Return memory for so many `tokens`; arguments are those of FlashInfer's function."""
         most = _LEAST_TOKENS
         while most < tokens:
             most *= 2
-        if most not in self._buffers:
-            nbytes = self._package.cutlass_fused_moe_workspace_size(most, *sizes, **options)
+        nbytes = self._package.cutlass_fused_moe_workspace_size(most, *sizes, **options)
+        if not self._buffers or len(self._buffers[-1]) < nbytes:
             device = options["device"]
-            self._buffers[most] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._buffers[most]
+            self._buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        return self._buffers[-1]
 
 
 class FlashInferExperts:

@@ -62,6 +62,11 @@ class GroupedExperts:
         self._ids = torch.arange(count, device=stack.down.device)
         self._activate = activate
 
+    @property
+    def num_weights(self) -> int:
+        """The number of all experts' weights."""
+        return self._gate_up.numel() + self._down.numel()
+
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """See `RoutedExperts`."""
         experts, order = chosen.flatten().sort(stable=True)
