@@ -39,7 +39,7 @@ class TransformersConfig:
     version: str
     """The version of transformers: another may compute other bits."""
     fields: str
-    """All fields of its configuration as JSON."""
+    """All fields of its configuration as JSON, but for the folder that it came from."""
     layout: Layout = field(repr=False)
     """The layout of its forwards; it follows from the others."""
     config: Any = field(repr=False, compare=False)
@@ -68,12 +68,12 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     path = folder / CONFIG_NAME
     fields = ConfigFile.read(path)
     architecture = _architecture(fields)
-    if fields.has("quantization_config"):
-        raise fields.error(
-            "quantization_config", "is not supported by transformers' model code (--model-code)"
-        )
     with refusing(path, architecture, "its configuration"):
         config = _read(folder)
+        if any(map(_is_quantized, (config, config.get_text_config(decoder=True)))):
+            raise fields.error(
+                "quantization_config", "is not supported by transformers' model code (--model-code)"
+            )
         model_class(config, architecture)
         described = describe(config, architecture, path, _eos_token_ids(fields, config, folder))
     if described.max_model_len == steady_length(config.get_text_config(decoder=True)):
@@ -105,7 +105,7 @@ def describe(
         max_model_len=min(known),
         eos_token_ids=eos_token_ids,
         version=transformers.__version__,
-        fields=json.dumps(config.to_dict(), sort_keys=True, default=str),
+        fields=json.dumps(_without_places(config.to_dict()), sort_keys=True, default=str),
         layout=layout,
         config=config,
         path=path,
@@ -147,6 +147,18 @@ def _read(folder: Path) -> Any:
 
 def _eos_token_ids(fields: ConfigFile, config: Any, folder: Path) -> tuple[int, ...]:
     return read_eos_token_ids(fields, folder, config.get_text_config(decoder=True).vocab_size)
+
+
+def _is_quantized(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _without_places(value: Any) -> Any:
+    """Leave out the folders that configurations were read from, in nested ones too."""
+    if isinstance(value, dict):
+        kept = {name: one for name, one in value.items() if name != "_name_or_path"}
+        return {name: _without_places(one) for name, one in kept.items()}
+    return [_without_places(one) for one in value] if isinstance(value, list) else value
 
 
 def _refuse_states(model: Any) -> None:

@@ -125,7 +125,7 @@ class _Probe:
                 kv_heads,
                 key.shape[3],
                 value.shape[3],
-                scoring.sinks is None and window is not Unbounded.ASK,
+                window is not Unbounded.ASK,
                 None if isinstance(window, Unbounded) else window,
             )
         )

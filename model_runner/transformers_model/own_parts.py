@@ -26,6 +26,8 @@ from kvrelay.model_runner.layers.linear import Linear, LinearFactory
 _GATED: Final = ("gate_proj", "up_proj")
 _TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), _GATED)
 """The names of products that models compute of the same inputs, one after the other."""
+_FARTHEST: Final = 100.0
+"""The size of gates and ups to which activations are compared: some models clamp them."""
 
 
 class WatchedLinear(nn.Linear):
@@ -228,7 +230,10 @@ def _own_experts(module: Any, factory: ExpertFactory) -> OwnExperts | None:
 
 def _find_activation(module: Any) -> Activation | None:
     """The activation of a module's gates, found by what it makes of numbers; None: another."""
-    sample = torch.linspace(-4, 4, 16).view(1, -1)
+    gates = torch.cat((torch.linspace(-4, 4, 33), torch.linspace(-_FARTHEST, _FARTHEST, 401)))
+    ups = torch.tensor([-_FARTHEST, -7.5, -0.5, 0.5, 7.5, _FARTHEST])
+    pairs = (gates.expand(len(ups), -1), ups[:, None].expand(-1, len(gates)))
+    sample = torch.cat(pairs, dim=-1)
     gate, up = sample.chunk(2, dim=-1)
     try:
         expected = module._apply_gate(sample)
@@ -259,9 +264,7 @@ def _own_gated_product(
     if len(known) != len(parts) or not _are_alike(known[:2]) or not takes_one:
         return None
     gate, up, down = known
-    weight = gate.own_weight
-    sample = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device)
-    sample = sample.to(weight.dtype).view(1, 2, -1)
+    sample = _sample_of_gates(gate, up)
     expected = module(sample)
     ways = (
         (functional.silu, elementwise.silu_mul),
@@ -271,6 +274,15 @@ def _own_gated_product(
         if torch.equal(down(activation(gate(sample)) * up(sample)), expected):
             return OwnGatedProduct(_make(linears, gate, up), _make(linears, down), activate)
     return None
+
+
+def _sample_of_gates(gate: WatchedLinear, up: WatchedLinear) -> torch.Tensor:
+    """Inputs ``[1, S, in]`` that make gates and ups near zero and far from it, of both signs."""
+    weight = gate.own_weight
+    rows = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).to(weight.dtype)
+    rows = torch.cat((rows, -rows)).view(1, 4, -1)
+    nearest = torch.stack([one(rows).abs().amax() for one in (gate, up)]).amin()
+    return torch.cat((rows, rows * (_FARTHEST / nearest)), dim=1)
 
 
 def _find_joined(parent: nn.Module) -> Iterator[tuple[str, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from kvrelay.model_runner.torch_options import pin_to_device
 from kvrelay.model_runner.transformers_model.attention_interface import Scoring
 from kvrelay.model_runner.transformers_model.described_mask import DescribedMask
 from kvrelay.model_runner.transformers_model.layout import AttentionCall, Layout
+
+_SCORE_BYTES: Final = 128 << 20
+"""The most bytes of a block's scores in float32; a few times as much is taken at once."""
 
 
 class LayoutAttention:
@@ -129,10 +133,6 @@ class _Sequence:
     """``[S]``: from the first token of its first page to its last one."""
     page_ids: torch.Tensor
 
-    @property
-    def new_positions(self) -> torch.Tensor:
-        return self.positions[len(self.positions) - (self.end - self.start) :]
-
 
 class PoolStep:
     """The attention of one forward over one pool."""
@@ -164,7 +164,8 @@ class PoolStep:
         parts = (_widened(one[0], width).transpose(0, 1) for one in (query, key, value))
         rows = torch.cat(tuple(parts), dim=1)
         if call.in_kernels:
-            attended = self._steps[call.heads].attend(call.place, rows)
+            sinks = None if scoring.sinks is None else scoring.sinks.to(torch.float32)
+            attended = self._steps[call.heads].attend(call.place, rows, sinks)
             attended = attended.view(1, tokens, heads, width)
             if call.value_dim == width:
                 return attended
@@ -177,9 +178,9 @@ class PoolStep:
             gathered = pages[one.page_ids].permute(1, 2, 0, 3, 4).flatten(2, 3)
             gathered = gathered[:, :, : len(one.positions)]
             keys, values = gathered[0, ..., : call.key_dim], gathered[1, ..., : call.value_dim]
-            seen = find_visible(call, mask, one.new_positions, one.positions)
+            queries = query[0, :, one.start : one.end]
             outputs.append(
-                attend_one(query[0, :, one.start : one.end], keys, values, seen, scoring)
+                attend_in_blocks(call, queries, keys, values, mask, one.positions, scoring)
             )
         return torch.cat(outputs, dim=1).transpose(0, 1)[None].contiguous()
 
@@ -204,12 +205,14 @@ class PoolStep:
         ends = batch.query_start.tolist()
         for start, end, total in zip(ends, ends[1:], batch.seq_lens.tolist(), strict=False):
             positions = torch.arange(total, device=query.device)
-            seen = find_visible(call, mask, positions[total - (end - start) :], positions)
             own = slice(first, first + total)
+            queries, own_keys, own_values = (
+                query[0, :, start:end],
+                keys[0, :, own],
+                values[0, :, own],
+            )
             outputs.append(
-                attend_one(
-                    query[0, :, start:end], keys[0, :, own], values[0, :, own], seen, scoring
-                )
+                attend_in_blocks(call, queries, own_keys, own_values, mask, positions, scoring)
             )
             first += total
         return torch.cat(outputs, dim=1).transpose(0, 1)[None].contiguous()
@@ -259,6 +262,30 @@ def find_visible(
     return seen
 
 
+def attend_in_blocks(
+    call: AttentionCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: DescribedMask | None,
+    positions: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attend with one sequence's queries, the last of its `positions`, as `attend_one` does.
+
+    Scores of a block of queries take up to `_SCORE_BYTES`, unless one query has more.
+    """
+    new = positions[len(positions) - query.shape[1] :]
+    each = max(1, _SCORE_BYTES // (4 * query.shape[0] * len(positions)))
+    blocks = [
+        attend_one(part, keys, values, find_visible(call, mask, places, positions), scoring)
+        for part, places in zip(
+            torch.split(query, each, dim=1), torch.split(new, each), strict=True
+        )
+    ]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
 def attend_one(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -287,9 +314,9 @@ def attend_one(
             scale=scoring.scale,
             enable_gqa=True,
         )[0]
-    groups = query.shape[0] // keys.shape[0]
-    keys, values = (one.repeat_interleave(groups, 0) for one in (keys, values))
-    scores = query @ keys.transpose(1, 2) * scoring.scale
+    kv_heads, total = keys.shape[:2]
+    grouped = query.reshape(kv_heads, -1, query.shape[-1])
+    scores = (grouped @ keys.transpose(1, 2)).view(*query.shape[:2], total) * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -298,4 +325,4 @@ def attend_one(
         scores = torch.cat((scores, sinks), dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, -1, dtype=wide).to(values.dtype)
-    return weights[..., : keys.shape[1]] @ values
+    return (weights[..., :total].reshape(kv_heads, -1, total) @ values).view(*query.shape[:2], -1)

@@ -21,8 +21,12 @@ from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.mem_cache.geometry import KVGeometry
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention.attention_choice import AttentionChoice
-from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.batch import ForwardBatch, Int32Array, Int64Array
+from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.config.pool_layers import PoolLayers
+from kvrelay.model_runner.layers.elementwise import TorchElementwise
+from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory
+from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.transformers_model.attention_interface import plain_attention
 from kvrelay.model_runner.transformers_model.configuration import TransformersConfig, describe
 from kvrelay.model_runner.transformers_model.own_parts import (
@@ -134,6 +138,7 @@ def prove_small(config: Any, architecture: str) -> None:
     small = shrink(config)
     described = describe(small, architecture, Path(), ())
     model = make_small_model(small, architecture)
+    watch_products(model)
     longest, layout = described.max_model_len, described.layout
     texts = [text[:longest] for text in _make_texts(RAGGED.lengths, described.vocab_size)]
     expected = [plain_logits(model, text) for text in texts]
@@ -147,6 +152,11 @@ def prove_small(config: Any, architecture: str) -> None:
     paged = _PagedRun(decoder, attention, layout.pools, dtype, _CPU)
     worst = _compare(paged, texts, expected, RAGGED)
     if worst < _SMALL_TOLERANCE:
+        _prove_rows(paged, texts, expected)
+        install_parts(model, _plain_parts())
+        worst = _compare(paged, texts, expected, RAGGED)
+        if not worst < _SMALL_TOLERANCE:
+            raise ModelCodeError(f"parts of ours in it change its logits (by {worst:.1e})")
         return
     if _difference(plain_logits(model, texts[0], numbered=True), expected[0]) > _SMALL_TOLERANCE:
         what = "it numbers positions in a way of its own"
@@ -157,6 +167,27 @@ def prove_small(config: Any, architecture: str) -> None:
     else:
         what = "sequences that are computed together change each other"
     raise ModelCodeError(f"{what} (by {worst:.1e} of the largest logit)")
+
+
+def _plain_parts() -> OwnParts:
+    """The makers of our parts of a small model."""
+    linears, elementwise, threads = LinearFactory(), TorchElementwise(), KernelThreads()
+    dtype = torch.float32
+    experts = ExpertFactory(MoEBackend.AUTO, dtype, _CPU, linears, elementwise, threads)
+    return OwnParts(linears, elementwise, experts)
+
+
+def _prove_rows(
+    paged: _PagedRun, texts: Sequence[Sequence[int]], expected: Sequence[torch.Tensor]
+) -> None:
+    """Prove that logits of some rows are those of all, and that none may be asked for."""
+    wanted = torch.cat(list(expected))
+    some = np.arange(1, len(wanted), 3)
+    got = paged.run_rows(texts, some)
+    if not _difference(got, wanted[some]) < _SMALL_TOLERANCE:
+        raise ModelCodeError("its logits of some rows are not those of all")
+    if paged.run_rows(texts, some[:0]).shape != wanted[:0].shape:
+        raise ModelCodeError("it computes logits where none are asked for")
 
 
 def _compare(
@@ -227,9 +258,7 @@ class _PagedRun:
 
     def run(self, texts: Sequence[Sequence[int]], schedule: Schedule) -> list[torch.Tensor]:
         """Compute the logits of all tokens of each text, ``[len(text), vocab]``."""
-        pages_each = [-(-len(text) // _PAGE_SIZE) for text in texts]
-        tables = self._make_tables(pages_each)
-        backends = self._make_backends(sum(pages_each))
+        tables, backends = self._take_pages(texts)
         done = [0] * len(texts)
         parts: list[list[torch.Tensor]] = [[] for _ in texts]
         steps = iter(schedule.steps)
@@ -241,13 +270,29 @@ class _PagedRun:
                     for index, count in enumerate(wanted)
                     if count and done[index] < len(texts[index])
                 }
-                batch = _make_batch(new, done, tables, len(backends))
+                every = np.arange(sum(map(len, new.values())))
+                batch = _make_batch(new, done, tables, len(backends), every)
                 logits = self._decoder.forward(batch, backends)
                 split = torch.split(logits, [len(one) for one in new.values()])
                 for (index, tokens), part in zip(new.items(), split, strict=True):
                     parts[index].append(part)
                     done[index] += len(tokens)
         return [torch.cat(one) for one in parts]
+
+    def run_rows(self, texts: Sequence[Sequence[int]], rows: Int64Array) -> torch.Tensor:
+        """Compute all texts in one step; return the logits of these rows of it alone."""
+        tables, backends = self._take_pages(texts)
+        new = dict(enumerate(texts))
+        batch = _make_batch(new, [0] * len(texts), tables, len(backends), rows)
+        with torch.inference_mode():
+            return self._decoder.forward(batch, backends)
+
+    def _take_pages(
+        self, texts: Sequence[Sequence[int]]
+    ) -> tuple[Int32Array, tuple[PoolAttention, ...]]:
+        """Make pools with just the pages of these texts, and a table of them."""
+        pages_each = [-(-len(text) // _PAGE_SIZE) for text in texts]
+        return self._make_tables(pages_each), self._make_backends(sum(pages_each))
 
     def _make_tables(self, pages_each: Sequence[int]) -> Int32Array:
         shuffled = np.random.default_rng(6).permutation(sum(pages_each)).astype(np.int32)
@@ -265,7 +310,11 @@ class _PagedRun:
 
 
 def _make_batch(
-    new: dict[int, Sequence[int]], done: Sequence[int], table: Int32Array, pools: int
+    new: dict[int, Sequence[int]],
+    done: Sequence[int],
+    table: Int32Array,
+    pools: int,
+    rows: Int64Array,
 ) -> ForwardBatch:
     starts = np.cumsum([0, *map(len, new.values())]).astype(np.int32)
     ends = {index: done[index] + len(tokens) for index, tokens in new.items()}
@@ -275,5 +324,5 @@ def _make_batch(
         query_start=starts,
         seq_lens=np.array(list(ends.values()), np.int32),
         page_tables=(table[list(new)],) * pools,
-        logit_rows=np.arange(starts[-1]),
+        logit_rows=rows,
     )

@@ -1,9 +1,13 @@
-"""The weights of a model of transformers, converted by its own rules, with nothing left over."""
+"""The weights of a model of transformers, converted by its own rules, with nothing left over.
+
+Its own lists of tensors that may be left over, or be missing, are honoured; the log names them.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -18,9 +22,11 @@ from kvrelay.model_runner.transformers_model.configuration import (
 from kvrelay.model_runner.transformers_model.refusals import refusing
 from kvrelay.model_runner.transformers_model.rope_lengths import hold_frequencies
 
+logger = logging.getLogger(__name__)
+
 _LAYER: Final = re.compile(r"^model\.layers\.(\d+)\.")
-_FREQUENCIES: Final = "rotary_emb.inv_freq"
-"""The end of the names of frequencies in old checkpoints; the configuration has them already."""
+_DERIVED: Final = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Patterns of what old checkpoints have and the configuration says already."""
 
 
 def load_model(
@@ -36,8 +42,8 @@ def load_model(
     """
     folder = config.path.parent
     cls = model_class(config.config, config.architecture)
-    # Nothing is ignored in silence: MTP layers by a number of one model, for example.
-    own = {"_keys_to_ignore_on_load_unexpected": None, "__module__": cls.__module__}
+    # transformers' lists are applied here, where what they leave out is logged.
+    own = {"_adjust_missing_and_unexpected_keys": _leave_keys, "__module__": cls.__module__}
     strict: Any = type(cls.__name__, (cls,), own)
     with refusing(config.path, config.architecture, "loading its weights"), quietly():
         model, info = strict.from_pretrained(
@@ -50,7 +56,7 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    _check_loaded(config, info)
+    _check_loaded(config, model, info)
     digest = WeightsDigest()
     for name, tensor in model.state_dict().items():
         digest.add(name, tensor)
@@ -60,11 +66,16 @@ def load_model(
     return model, digest.hexdigest()
 
 
-def _check_loaded(config: TransformersConfig, info: Any) -> None:
+def _leave_keys(model: Any, info: Any) -> None:
+    """Stand where transformers drops the names that its lists ignore: drop none."""
+
+
+def _check_loaded(config: TransformersConfig, model: Any, info: Any) -> None:
     """Refuse weights that were not read, or are not there."""
     folder, layers = config.path.parent, config.config.get_text_config(decoder=True)
-    if info["missing_keys"]:
-        name, *others = sorted(info["missing_keys"])
+    ignored = _ignored_missing(model, info["missing_keys"])
+    if missing := sorted(set(info["missing_keys"]) - ignored):
+        name, *others = missing
         raise CheckpointError(f"{folder}: tensor {name} is missing{_more(others)}")
     if info["mismatched_keys"]:
         (name, stored, expected), *others = sorted(info["mismatched_keys"])
@@ -72,16 +83,36 @@ def _check_loaded(config: TransformersConfig, info: Any) -> None:
             f"{folder}: tensor {name} has shape {list(stored)}, expected {list(expected)}"
             f"{_more(others)}"
         )
-    left = [
-        name
-        for name in sorted(info["unexpected_keys"])
-        if not name.endswith(_FREQUENCIES) and not _is_beyond(name, layers.num_hidden_layers)
-    ]
-    if left:
+    patterns = (*_DERIVED, *(model._keys_to_ignore_on_load_unexpected or ()))
+    left_out = _matching(patterns, info["unexpected_keys"])
+    left_out |= {
+        one for one in info["unexpected_keys"] if _is_beyond(one, layers.num_hidden_layers)
+    }
+    if left := sorted(set(info["unexpected_keys"]) - left_out):
         name, *others = left
         raise CheckpointError(
             f"{folder}: tensor {name} has no place in this architecture{_more(others)}"
         )
+    for names, what in ((left_out, "is left out"), (ignored, "is missing, which may be")):
+        if names:
+            name, *others = sorted(names)
+            logger.warning("%s: tensor %s %s%s", folder, name, what, _more(others))
+
+
+def _ignored_missing(model: Any, missing: Iterable[str]) -> set[str]:
+    """The missing tensors that the model's own list lets be, if all of a pattern are missing."""
+    ignored: set[str] = set()
+    for pattern in model._keys_to_ignore_on_load_missing or ():
+        every = _matching((pattern,), model.state_dict())
+        if every <= set(missing):
+            ignored |= every
+    return ignored
+
+
+def _matching(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """The names in which one of some regular expressions is found."""
+    found = list(map(re.compile, patterns))
+    return {name for name in names if any(one.search(name) for one in found)}
 
 
 def _is_beyond(name: str, num_layers: int) -> bool:

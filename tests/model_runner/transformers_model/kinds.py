@@ -47,6 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "dots1": {**_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1},
 }
 """What the default configuration of a kind lacks."""

@@ -24,6 +24,7 @@ from kvrelay.model_runner.transformers_model.described_mask import (
     Unbounded,
     find_window,
 )
+from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 from tests.model_runner.transformers_model.kinds import compare, save_small, serve
 
 _LONGROPE = {
@@ -52,6 +53,23 @@ def _follow_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configuration, "steady_length", lambda config: None)
 
 
+def _give_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = TransformersDecoder.forward
+
+    def roll(self: Any, batch: Any, backends: Any) -> torch.Tensor:
+        logits = forward(self, batch, backends)
+        return logits if len(logits) == len(batch.input_ids) else logits.roll(1, 0)
+
+    monkeypatch.setattr(TransformersDecoder, "forward", roll)
+
+
+def _clamp_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = own_parts.OwnGatedProduct.forward
+    monkeypatch.setattr(
+        own_parts.OwnGatedProduct, "forward", lambda self, x: forward(self, x).clamp(max=0.5)
+    )
+
+
 @pytest.mark.parametrize(
     ("plant", "kind", "changes", "words"),
     [
@@ -59,8 +77,10 @@ def _follow_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
         (_see_all, "llama4_text", _NO_TUNING, "one whole sequence"),
         (_leave_softcaps_out, "gemma2", {"attn_logit_softcapping": 0.5}, "one whole sequence"),
         (_follow_the_longest, "phi3", {"rope_parameters": _LONGROPE}, "change each other"),
+        (_give_other_rows, "phi", {}, "its logits of some rows"),
+        (_clamp_gates, "olmo", {}, "parts of ours"),
     ],
-    ids=["window", "chunk", "softcap", "rope"],
+    ids=["window", "chunk", "softcap", "rope", "rows", "parts"],
 )
 def test_planted_fault_is_refused(
     plant: Callable[[pytest.MonkeyPatch], None],

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from torch.nn import functional
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
 from kvrelay.model_runner.config.model_code import ModelCode
+from kvrelay.model_runner.config.model_config import Activation
 from kvrelay.model_runner.config.moe_backend import MoEBackend
+from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.errors import (
     CheckpointError,
     UnknownArchitectureError,
@@ -27,6 +30,10 @@ from kvrelay.model_runner.layers.elementwise import TorchElementwise
 from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory
 from kvrelay.model_runner.layers.linear import LinearFactory
 from kvrelay.model_runner.runner import ModelRunner
+from kvrelay.model_runner.transformers_model import own_parts, paged_attention
+from kvrelay.model_runner.transformers_model.attention_interface import Scoring
+from kvrelay.model_runner.transformers_model.configuration import read_transformers_config
+from kvrelay.model_runner.transformers_model.layout import AttentionCall
 from kvrelay.model_runner.transformers_model.own_parts import (
     JoinedLinear,
     OwnExperts,
@@ -38,6 +45,7 @@ from kvrelay.model_runner.transformers_model.own_parts import (
     install_parts,
     watch_products,
 )
+from kvrelay.model_runner.transformers_model.refusals import ModelCodeError
 from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
@@ -70,6 +78,11 @@ def test_other_code_is_another_model(models: Models) -> None:
     assert theirs.arithmetic == f"transformers {_version()}, {ours.arithmetic}"
     assert theirs.config_digest != ours.config_digest
     assert theirs.weights_digest == serve(models.folder("llama")).weights_digest
+
+
+def test_folder_is_no_part_of_a_model(phi: Path, tmp_path: Path) -> None:
+    _copy(phi, tmp_path, lambda tensors: None)
+    assert read_transformers_config(tmp_path) == read_transformers_config(phi)
 
 
 def _version() -> str:
@@ -131,6 +144,100 @@ def test_product_whose_weight_others_read_stays() -> None:
     assert [type(one) for one in router.children()] == [WatchedLinear, OwnLinear]
 
 
+class _GatedProduct(nn.Module):
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        made: torch.Tensor = self.down_proj(functional.silu(gate) * self.up_proj(x))
+        return made
+
+
+class _Experts:
+    limit = 7.0
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate.clamp(max=self.limit)) * up
+
+
+def test_clamped_activations_stay() -> None:
+    kinds = []
+    for limit in (7.0, torch.inf):
+        parent = nn.Sequential(_GatedProduct(limit))
+        watch_products(parent)
+        with torch.inference_mode():
+            install_parts(parent, make_parts())
+        kinds.append(type(parent[0]))
+    assert kinds == [_GatedProduct, OwnGatedProduct]
+    experts = _Experts()
+    assert own_parts._find_activation(experts) is None
+    experts.limit = torch.inf
+    assert own_parts._find_activation(experts) is Activation.SILU
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda calls: calls[:-1], "more often"),
+        (lambda calls: (*calls, calls[-1]), "less often"),
+        (lambda calls: (replace(calls[0], num_kv_heads=1), *calls[1:]), "not as at first"),
+        (
+            lambda calls: (replace(calls[0], heads=replace(calls[0].heads, scale=1.5)), *calls[1:]),
+            "not as at first",
+        ),
+    ],
+    ids=["more", "less", "heads", "scale"],
+)
+def test_calls_that_are_not_those_of_the_layout(change, words: str, phi: Path) -> None:
+    runner = serve(phi)
+    decoder = runner._decoder
+    assert isinstance(decoder, TransformersDecoder)
+    decoder._layout = replace(decoder._layout, calls=change(decoder._layout.calls))
+    with pytest.raises(ModelCodeError, match=words):
+        Sequences(runner, 1, 8).forward({0: [5, 6, 7]})
+
+
+def test_latents_of_many_sequences_in_groups(models: Models, tokens: list[int]) -> None:
+    runner = serve(models.folder("deepseek-v3-experts"))
+    running = Sequences(runner, 3, 24)
+    decoder = runner._decoder
+    assert isinstance(decoder, TransformersDecoder)
+    sizes = []
+    forward = decoder._forward
+    decoder._forward = lambda batch, backends: (  # type: ignore[method-assign]
+        sizes.append(int(batch.seq_lens.sum())) or forward(batch, backends)  # type: ignore[func-returns-value]
+    )
+    got = running.forward({0: tokens[:20], 1: tokens[:4], 2: tokens[:5]})
+    assert sizes == [20, 9]
+    expected = models.logits("deepseek-v3-experts", tokens[:20])
+    wanted = torch.cat([expected[:20], expected[:4], expected[:5]])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_in_blocks(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, keys, values = (torch.randn(n, 11, 8, generator=generator) for n in (4, 2, 2))
+    call = AttentionCall(QueryHeads(4, 8, 0.3, softcap), 2, 8, 8, False, 5)
+    scoring = Scoring(0.3, softcap, torch.randn(4, generator=generator) if softcap else None, 5)
+    arguments = (call, query[:, 4:], keys, values, None, torch.arange(11), scoring)
+    whole = paged_attention.attend_in_blocks(*arguments)
+    asked: list[int] = []
+    attend = paged_attention.attend_one
+    monkeypatch.setattr(
+        paged_attention,
+        "attend_one",
+        lambda query, *rest: asked.append(query.shape[1]) or attend(query, *rest),  # type: ignore[func-returns-value]
+    )
+    monkeypatch.setattr(paged_attention, "_SCORE_BYTES", 3 * 4 * 4 * 11)
+    torch.testing.assert_close(paged_attention.attend_in_blocks(*arguments), whole)
+    assert asked == [3, 3, 1]
+
+
 @pytest.mark.slow
 def test_our_code_does_not_import_transformers(models: Models) -> None:
     """It takes seconds."""
@@ -174,6 +281,29 @@ def test_tensors_that_do_not_fit(change, words: str, phi: Path, tmp_path: Path) 
         serve(tmp_path)
 
 
+def test_tensors_that_transformers_lists_ignore(
+    phi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import PhiForCausalLM
+
+    monkeypatch.setattr(PhiForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"\.extra"])
+    monkeypatch.setattr(PhiForCausalLM, "_keys_to_ignore_on_load_missing", [r"fc1\.bias"])
+    bias = "model.layers.{}.mlp.fc1.bias".format
+
+    def leave(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.extra.weight"] = torch.ones(2)
+        for layer in range(3):
+            del tensors[bias(layer)]
+
+    _copy(phi, tmp_path, leave)
+    with pytest.raises(CheckpointError, match=r"layers.0.mlp.fc1.bias is missing \(and 2 more"):
+        serve(tmp_path)
+    _copy(tmp_path, tmp_path, lambda tensors: tensors.pop(bias(3)))
+    serve(tmp_path)
+    assert "model.extra.weight is left out" in caplog.text
+    assert f"{bias(0)} is missing, which may be (and 3 more)" in caplog.text
+
+
 def test_layers_that_draft_tokens_are_left_out(phi: Path, tmp_path: Path) -> None:
     mtp = {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}
     _copy(phi, tmp_path, lambda tensors: tensors.update(mtp))
@@ -189,6 +319,17 @@ def test_quantized_weights_are_refused(phi: Path, tmp_path: Path) -> None:
     fields = json.loads((phi / "config.json").read_text())
     quantized = {**fields, "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(CheckpointError, match="quantization_config is not supported"):
+        serve(tmp_path)
+
+
+def test_quantized_weights_of_a_nested_configuration_are_refused(tmp_path: Path) -> None:
+    fields = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3",
+        "text_config": {"quantization_config": {"quant_method": "fp8"}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match="quantization_config is not supported"):
         serve(tmp_path)
 
