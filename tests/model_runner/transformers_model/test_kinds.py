@@ -39,6 +39,7 @@ def test_kind(kind: str, tmp_path: Path) -> None:
 
 
 def test_most_kinds_are_served() -> None:
+    """MiniMax M3 would be one more without the sparse layers that its published models have."""
     results = read_results()
     assert results.keys() == all_kinds().keys()
-    assert sum(not one.refusal for one in results.values()) >= 94
+    assert sum(not one.refusal for one in results.values()) >= 93
