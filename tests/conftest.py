@@ -15,9 +15,11 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from kvrelay.deploy.nodes.models import resolve_model, users_models
+from kvrelay.deploy.options.environment import set_process_variables
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from tests.pairwise import mark_what_pairs_leave_out
 
+set_process_variables()  # whichever test imports Ray first
 TESTS = Path(__file__).parent
 CLUSTER = TESTS / "cluster"
 WITH_RAY = frozenset(
