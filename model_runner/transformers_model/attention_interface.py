@@ -135,6 +135,15 @@ def _attend(
     return attended, None
 
 
+class NoLayers(tuple[Any, ...]):
+    """The layers of a cache that has none: models ask them for what pages do not hold."""
+
+    __slots__ = ()
+
+    def __getitem__(self, _: object) -> NoReturn:
+        raise ModelCodeError("it stores more than keys and values, or in a form of its own")
+
+
 class CacheOfForward:
     """The cache that a model is given: it is empty, and hands what is stored to the forward.
 
@@ -147,7 +156,7 @@ class CacheOfForward:
     is_sliding = ()
     is_linear = ()
     is_dummy = ()
-    layers = ()
+    layers = NoLayers()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """No token is there before the batch's."""
@@ -175,7 +184,7 @@ class CacheOfForward:
         """Refuse a state."""
         raise ModelCodeError("it keeps a state")
 
-    update_recurrent_state = update_conv_state
+    update_recurrent_state = get_linear_cache = update_conv_state
 
 
 def use_attention(model: Any, name: str) -> None:
