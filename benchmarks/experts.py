@@ -12,14 +12,14 @@ reads as many bytes.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import click
 import torch
 
+from benchmarks.in_turn import least_milliseconds
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.cpu_kernels.processor import describe_processor
 from kvrelay.deploy.load_generator.table import table
@@ -90,18 +90,6 @@ def make_ways(dtype: torch.dtype, hidden: int, inner: int) -> Mapping[str, Route
         "grouped_mm": make(MoEBackend.TORCH),
         "own": make(MoEBackend.CPU),
     }
-
-
-def least_milliseconds(works: Mapping[str, Callable[[], object]], times: int) -> dict[str, float]:
-    """The least CPU milliseconds of each, taken turn by turn."""
-    least = dict.fromkeys(works, float("inf"))
-    for turn in range(times + 1):
-        for name, work in works.items():
-            begun = time.thread_time()
-            work()
-            if turn:  # what compiles, or allocates, does so at first
-                least[name] = min(least[name], (time.thread_time() - begun) * 1e3)
-    return least
 
 
 def bytes_per_millisecond() -> float:

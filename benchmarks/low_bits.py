@@ -8,12 +8,10 @@ have weights of their own, which come from memory, as those of a model do.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-
 import click
 import torch
 
+from benchmarks.in_turn import least_milliseconds
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.cpu_kernels.processor import describe_processor
 from kvrelay.deploy.load_generator.table import table
@@ -52,18 +50,6 @@ def make_layers(model: str, cpu_kernels: str) -> list[Linear]:
     return [factory.make(one.dequantize(torch.bfloat16)) for one in weights]
 
 
-def least_milliseconds(steps: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """The least CPU milliseconds of each, taken turn by turn."""
-    least = dict.fromkeys(steps, float("inf"))
-    for turn in range(TURNS + 1):
-        for name, step in steps.items():
-            begun = time.thread_time()
-            step()
-            if turn:  # what compiles, or allocates, does so at first
-                least[name] = min(least[name], (time.thread_time() - begun) * 1e3)
-    return least
-
-
 def measure(model: str, rows: tuple[int, ...]) -> list[list[str]]:
     """A line for each number of rows."""
     ways = {way: make_layers(model, way) for way in ("own", "packed")}
@@ -79,7 +65,7 @@ def measure(model: str, rows: tuple[int, ...]) -> list[list[str]]:
             for linear, (_, inputs) in zip(ways[way], shapes, strict=True):
                 linear(x[inputs])
 
-        took = least_milliseconds({way: lambda way=way: step(way) for way in ways})  # type: ignore[misc]
+        took = least_milliseconds({way: lambda way=way: step(way) for way in ways}, TURNS)  # type: ignore[misc]
         ratio = f"{took['packed'] / took['own']:.2f}"
         lines.append([str(count), *(f"{took[way]:.1f}" for way in ways), ratio])
     return lines

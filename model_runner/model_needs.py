@@ -10,6 +10,7 @@ from kvrelay.model_runner.config.pool_layers import PoolLayers
 from kvrelay.model_runner.config.weight_count import count_weights
 from kvrelay.model_runner.runner import read_model
 from kvrelay.model_runner.transformers_model.configuration import TransformersConfig
+from kvrelay.model_runner.transformers_model.self_proof import prove_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def find_needs(folder: Path, code: ModelCode = ModelCode.AUTO) -> ModelNeeds:
     """
     config = read_model(folder, code)
     if isinstance(config, TransformersConfig):
+        prove_code(config)
         return ModelNeeds(
             config.architecture,
             ModelCode.TRANSFORMERS,

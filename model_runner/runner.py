@@ -126,7 +126,7 @@ class ModelRunner:
         path = Path(model_path)
         self.config = read_model(path, model_code)
         if isinstance(self.config, TransformersConfig):
-            _refuse_native_options(batch_invariant, kv_dtype, moe_backend)
+            _refuse_native_options(batch_invariant, kv_dtype)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
         if batch_invariant:
@@ -170,7 +170,7 @@ class ModelRunner:
             )
             self._kv_scales: list[list[KVScale]] = [[] for _ in self.config.pool_layers]
             self._decoder, self.weights_digest = self._load(
-                path, checkpoint, linears, elementwise, experts, on_read
+                checkpoint, linears, elementwise, experts, on_read
             )
         self._has_own_products = linears.is_mostly_own
         self._experts_arithmetic = experts.arithmetic
@@ -215,7 +215,6 @@ class ModelRunner:
 
     def _load(
         self,
-        folder: Path,
         checkpoint: Checkpoint | None,
         linears: LinearFactory,
         elementwise: Elementwise,
@@ -386,6 +385,8 @@ class ModelRunner:
             page_tables=(np.zeros((len(new), pages), np.int32),) * len(scratch),
             logit_rows=np.arange(starts[-1]),
         )
+        if isinstance(self._decoder, TransformersDecoder):
+            self._decoder.hold_latents(context)  # no step takes more than this one
         with torch.inference_mode():
             logits = self._decoder.forward(batch, self._make_backends(scratch))
         wait_for_device(self.device)  # before the next plan
@@ -571,17 +572,13 @@ def read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfi
         return read_transformers_config(folder)
 
 
-def _refuse_native_options(
-    batch_invariant: bool, kv_dtype: KVDtype, moe_backend: MoEBackend
-) -> None:
+def _refuse_native_options(batch_invariant: bool, kv_dtype: KVDtype) -> None:
     """Refuse options that transformers' model code does not have."""
     code = "transformers' model code (--model-code)"
     if batch_invariant:
         raise UnsupportedOptionError(f"--batch-invariant is not for {code}")
     if kv_dtype is KVDtype.FP8_E4M3:
         raise UnsupportedOptionError(f"--kv-dtype {kv_dtype} is not for {code}")
-    if moe_backend is MoEBackend.FLASHINFER:
-        raise UnsupportedOptionError(f"--moe-backend {moe_backend} is not for {code}")
 
 
 def _is_our_mistake(error: Exception) -> bool:

@@ -27,6 +27,7 @@ from kvrelay.model_runner.layers.fp8_linear import (
     fp8_products_lack,
 )
 from kvrelay.model_runner.layers.fp8_weight import Fp8Weight
+from kvrelay.model_runner.layers.kernel_linear import KernelLinear
 from kvrelay.model_runner.layers.nibble_linear import NibbleLinear
 from kvrelay.model_runner.layers.product_choice import ProductChoice, ProductWay, describe_shape
 
@@ -93,7 +94,7 @@ class PlainLinear:
         return residual + functional.linear(x, self._weight, self._bias)
 
 
-class PanelLinear:
+class PanelLinear(KernelLinear):
     """bfloat16 on a CPU: weights in panels for our own kernel.
 
     For processors that multiply pairs or tiles of it. Others with AVX2 or AVX512 multiply float32:
@@ -113,7 +114,8 @@ class PanelLinear:
         memory: WeightMemory,
         threads: KernelThreads | None = None,
     ) -> None:
-        self._outputs, self._inputs = weight.shape
+        outputs, self._inputs = weight.shape
+        super().__init__(outputs)
         self._unit = find_unit(self._inputs)
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
@@ -125,16 +127,6 @@ class PanelLinear:
         is_known = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
         has_vectors = has_bfloat16_products() or has_float_products()
         return is_known and has_vectors and _fills_vectors(weight)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, in]`` to ``[T, out]``."""
-        return self._multiply(x, 0)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual [T, out]`` plus the product."""
-        residual = residual.contiguous()
-        assert residual.shape == (x.shape[0], self._outputs)
-        return self._multiply(x, address(residual, torch.bfloat16))
 
     def _multiply(self, x: torch.Tensor, residual: int) -> torch.Tensor:
         rows, inputs = x.shape
@@ -200,11 +192,13 @@ def _pack_panels(weight: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
     return memory.take(panels.shape, weight.dtype).copy_(panels)
 
 
-class FloatLinear:
+class FloatLinear(KernelLinear):
     """float32 on a CPU, of any processor: weights in panels for our own kernel.
 
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
+
+    dtype = torch.float32
 
     def __init__(
         self,
@@ -213,20 +207,11 @@ class FloatLinear:
         memory: WeightMemory,
         threads: KernelThreads | None = None,
     ) -> None:
-        self._outputs, self._inputs = weight.shape
+        outputs, self._inputs = weight.shape
+        super().__init__(outputs)
         self._weight = _pack_panels(weight, memory)
         self._bias = None if bias is None else bias.contiguous()
         self._threads = _threads_for(weight, threads)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, in]`` to ``[T, out]``."""
-        return self._multiply(x, 0)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual [T, out]`` plus the product."""
-        residual = residual.contiguous()
-        assert residual.shape == (x.shape[0], self._outputs)
-        return self._multiply(x, address(residual, torch.float32))
 
     def _multiply(self, x: torch.Tensor, residual: int) -> torch.Tensor:
         rows, inputs = x.shape

@@ -14,13 +14,14 @@ from kvrelay.cpu_kernels.products.product import PANEL, Unit
 from kvrelay.cpu_kernels.products.product_nibbles import FEW_ROWS, WORD, multiply_nibbles
 from kvrelay.cpu_kernels.products.tiles import TILE_NUMBERS, TILE_ROWS
 from kvrelay.model_runner.checkpoint.packed_weight import PackedWeight
+from kvrelay.model_runner.layers.kernel_linear import KernelLinear
 
 _BITS = 4
 TakeMemory = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Code that returns uninitialized memory which begins at a cache line."""
 
 
-class NibbleLinear:
+class NibbleLinear(KernelLinear):
     """bfloat16 inputs on a CPU, and integers of at most 4 bits in panels for our own kernel.
 
     Args:
@@ -43,7 +44,8 @@ class NibbleLinear:
         exact: bool = False,
     ) -> None:
         assert weight.zeros is not None
-        self._outputs, self._inputs = weight.codes.shape
+        outputs, self._inputs = weight.codes.shape
+        super().__init__(outputs)
         self._groups = weight.scales.shape[1]
         words = _as_words(weight.codes)
         self._codes = _copy_panels(words, torch.int32, take)
@@ -70,16 +72,6 @@ class NibbleLinear:
         fills = outputs % LANES == 0 and inputs % (groups * WORD) == 0
         has_vectors = has_bfloat16_products() or has_float_products()
         return fills and has_vectors and _are_short(weight.scales)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, in]`` to ``[T, out]``."""
-        return self._multiply(x, 0)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual [T, out]`` plus the product."""
-        residual = residual.contiguous()
-        assert residual.shape == (x.shape[0], self._outputs)
-        return self._multiply(x, address(residual, torch.bfloat16))
 
     def _multiply(self, x: torch.Tensor, residual: int) -> torch.Tensor:
         rows, inputs = x.shape

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvrelay.model_runner.errors import CheckpointError, ModelRunnerError
+from kvrelay.model_runner.errors import CheckpointError, ModelRunnerError, UnsupportedOptionError
 
 FARTHEST: Final = 1 << 30
 """The length of contexts that models are told: windows longer than it are left out of masks."""
@@ -21,7 +21,7 @@ class ModelCodeError(ModelRunnerError):
 
 @contextmanager
 def refusing(path: Path, architecture: str, doing: str) -> Iterator[None]:
-    """Turn whatever fails inside into a `CheckpointError` of one line.
+    """Turn whatever fails inside into a `CheckpointError` of one line, but for a user's option.
 
     Args:
         path: the file that the line begins with.
@@ -30,7 +30,7 @@ def refusing(path: Path, architecture: str, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, UnsupportedOptionError):
         raise
     except ModelCodeError as error:
         reason = str(error)

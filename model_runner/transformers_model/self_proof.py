@@ -96,8 +96,7 @@ def load_proven(
     Raises:
         CheckpointError: the weights are not usable, or a proof failed: one line.
     """
-    with refusing(config.path, config.architecture, "a small model of its code"):
-        prove_small(config.config, config.architecture)
+    prove_code(config)
     model, digest = load_model(config, dtype, device, on_read)
     with refusing(config.path, config.architecture, "its proof"):
         texts = _make_texts(LOADED.lengths, config.vocab_size)
@@ -127,6 +126,16 @@ def _check_loaded(
             f"with the loaded weights in {dtype} its logits over pages differ from those of its "
             f"own forward by {worst:.1e} of their size, {most:.0e} at most"
         )
+
+
+def prove_code(config: TransformersConfig) -> None:
+    """Prove the code of a model by a small one; no weights are read.
+
+    Raises:
+        CheckpointError: it cannot be run over pages: one line.
+    """
+    with refusing(config.path, config.architecture, "a small model of its code"):
+        prove_small(config.config, config.architecture)
 
 
 def prove_small(config: Any, architecture: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from kvrelay.model_runner.transformers_model.layout import AttentionCall, Layout
 from kvrelay.model_runner.transformers_model.paged_attention import PoolAttention, PoolStep
 from kvrelay.model_runner.transformers_model.refusals import ModelCodeError
 
+_MOST_LATENTS: Final = 8192
+"""Tokens whose latents become keys and values at once, where nobody has measured what they take."""
+
 
 class TransformersDecoder:
     """A model of transformers, ready to run over pages.
@@ -41,7 +44,7 @@ class TransformersDecoder:
         self._model = model
         self._layout = layout
         self._threads = threads
-        self._longest = 0
+        self._most_latents = _MOST_LATENTS
         self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, batch: ForwardBatch, backends: Sequence[PoolAttention]) -> torch.Tensor:
@@ -56,15 +59,17 @@ class TransformersDecoder:
         """
         if not self._layout.latents:
             return self._forward(batch, backends)
-        # Keys and values of whole contexts: they take no more memory than the longest one did.
-        self._longest = max(self._longest, int(batch.seq_lens.max()))
-        ends = group_sequences(batch.seq_lens.tolist(), self._longest)
+        ends = group_sequences(batch.seq_lens.tolist(), self._most_latents)
         if len(ends) == 1:
             return self._forward(batch, backends)
         groups = [_part(batch, first, end) for first, end in zip([0, *ends], ends, strict=False)]
         logits = torch.cat([self._forward(one, backends) for one, _ in groups])
         order = np.argsort(np.concatenate([places for _, places in groups]))
         return logits[to_device(order, logits.device)]
+
+    def hold_latents(self, tokens: int) -> None:
+        """Make keys and values of no more latents at once, but for one sequence that has more."""
+        self._most_latents = tokens
 
     def _forward(self, batch: ForwardBatch, backends: Sequence[PoolAttention]) -> torch.Tensor:
         steps = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from transformers import PhiConfig, PhiForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, RobertaConfig
 
 from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.errors import CheckpointError
@@ -79,3 +79,9 @@ def test_a_model_of_transformers_code(tmp_path: Path) -> None:
     assert needs.num_weights == sum(one.numel() for one in PhiForCausalLM(config).parameters())
     with pytest.raises(CheckpointError, match="PhiForCausalLM"):
         find_needs(tmp_path, ModelCode.NATIVE)
+
+
+def test_code_that_would_be_refused_at_the_start_is_refused(tmp_path: Path) -> None:
+    RobertaConfig(is_decoder=True, architectures=["RobertaForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="numbers positions in a way of its own"):
+        find_needs(tmp_path)

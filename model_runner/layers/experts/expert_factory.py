@@ -150,6 +150,10 @@ class ExpertFactory:
         self._has_made = True
         first, weights = _peek(weights)
         if self._backend is MoEBackend.FLASHINFER:
+            if self._flashinfer is None:
+                raise UnsupportedOptionError(
+                    "--moe-backend flashinfer is not for transformers' model code (--model-code)"
+                )
             return self._make_fused(first, weights, count, activation)
         if self._is_own:
             return self._make_own(weights, count, activation)

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
+from kvrelay.model_runner.batch import PendingIds
 from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.config.model_config import Activation
 from kvrelay.model_runner.config.moe_backend import MoEBackend
@@ -202,6 +204,7 @@ def test_calls_that_are_not_those_of_the_layout(change, words: str, phi: Path) -
 
 
 def test_latents_of_many_sequences_in_groups(models: Models, tokens: list[int]) -> None:
+    """Of all at once, unless less was measured; also where the host does not know tokens yet."""
     runner = serve(models.folder("deepseek-v3-experts"))
     running = Sequences(runner, 3, 24)
     decoder = runner._decoder
@@ -211,11 +214,36 @@ def test_latents_of_many_sequences_in_groups(models: Models, tokens: list[int]) 
     decoder._forward = lambda batch, backends: (  # type: ignore[method-assign]
         sizes.append(int(batch.seq_lens.sum())) or forward(batch, backends)  # type: ignore[func-returns-value]
     )
-    got = running.forward({0: tokens[:20], 1: tokens[:4], 2: tokens[:5]})
-    assert sizes == [20, 9]
+    got = running.forward({0: tokens[:19], 1: tokens[:3], 2: tokens[:4]})
+    runner.run_largest(9, 2, 20)
+    assert sizes == [26, 20, 2]
+    new = running.batch({0: tokens[19:20], 1: tokens[3:4], 2: tokens[4:5]})
+    unknown = new.input_ids.copy()
+    unknown[[0, 2]] = -1
+    sampled = torch.tensor([tokens[4], 3, tokens[19]])
+    pending = PendingIds(np.array([0, 2]), np.array([2, 0]), sampled)
+    last = runner.launch(replace(new, input_ids=unknown, pending=pending))
+    assert sizes[3:] == [20, 9]
     expected = models.logits("deepseek-v3-experts", tokens[:20])
-    wanted = torch.cat([expected[:20], expected[:4], expected[:5]])
+    wanted = torch.cat([expected[:19], expected[:3], expected[:4], expected[[19, 3, 4]]])
+    got = torch.cat([got, last])
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "said"),
+    [
+        (MoEBackend.CPU, "float16", "--moe-backend cpu has no kernels for torch.float16"),
+        (MoEBackend.FLASHINFER, "bfloat16", "--moe-backend flashinfer"),
+    ],
+)
+def test_a_way_of_experts_that_there_is_not_is_no_fault_of_the_model(
+    backend: MoEBackend, dtype: str, said: str, models: Models, phi: Path
+) -> None:
+    code, folder = ModelCode.TRANSFORMERS, models.folder("qwen3-experts")
+    with pytest.raises(UnsupportedOptionError, match=said):
+        ModelRunner(folder, dtype, "cpu", model_code=code, moe_backend=backend)
+    ModelRunner(phi, dtype, "cpu", model_code=code, moe_backend=backend)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
