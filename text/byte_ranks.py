@@ -127,13 +127,13 @@ def source_file(folder: Path) -> Path | None:
 
 
 def _model_type(folder: Path) -> str:
-    return str(json.loads((folder / "config.json").read_text())["model_type"])
+    return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
 
 
 def _added_tokens(path: Path) -> dict[int, Mapping[str, Any]]:
     if not path.exists():
         return {}
-    described = json.loads(path.read_text()).get("added_tokens_decoder", {})
+    described = json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
     return {int(token_id): one for token_id, one in described.items()}
 
 

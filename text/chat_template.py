@@ -142,7 +142,7 @@ def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"{path}: cannot be read: {_line(error)}") from error
 
@@ -152,7 +152,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TemplateError(f"{path}: cannot be read: {_line(error)}") from error
     return content if isinstance(content, dict) else {}

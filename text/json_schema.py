@@ -121,18 +121,23 @@ def refer_below(schema: dict[str, Any], place: str) -> None:
     """The schemas, each with the URI that its references begin from."""
     resources: dict[str, tuple[dict[str, Any], str]] = {}
     """The schemas that a URI names, each with its place."""
+    awaited: dict[str, list[str]] = {}
+    """The pointers of references to a URI whose schema is not found yet."""
     waiting: list[tuple[Any, str, str]] = [(schema, "", place)]
+
+    def follow(uri: str, pointer: str) -> None:
+        resource, where = resources[uri]
+        waiting.append((_at(resource, pointer), uri, where + pointer))
+
     while waiting:
-        for one, base, where in waiting:
-            _find(one, base, where, found, resources)
-        waiting = []
-        for one, base in found.values():  # those elsewhere that references lead to
+        for one, base in _find(*waiting.pop(), found, resources):
+            for pointer in awaited.pop(base, ()):
+                follow(base, pointer)
             uri, pointer = _resolved(base, one.get("$ref"))
-            if uri in resources and pointer.startswith("/"):
-                resource, where = resources[uri]
-                target = _at(resource, pointer)
-                if isinstance(target, dict) and id(target) not in found:
-                    waiting.append((target, uri, where + pointer))
+            if pointer.startswith("/") and uri in resources:
+                follow(uri, pointer)
+            elif pointer.startswith("/"):
+                awaited.setdefault(uri, []).append(pointer)
     for one, base in found.values():
         if isinstance(one.get("$anchor"), str):  # another schema there may have the same
             one["$anchor"] += _suffix(resources[base][1])
@@ -151,8 +156,9 @@ def _find(
     place: str,
     found: dict[int, tuple[dict[str, Any], str]],
     resources: dict[str, tuple[dict[str, Any], str]],
-) -> None:
-    """Find a schema and all inside it, for `refer_below`."""
+) -> list[tuple[dict[str, Any], str]]:
+    """Find a schema and all inside it, for `refer_below`; return those that are new."""
+    new: list[tuple[dict[str, Any], str]] = []
     waiting: list[tuple[Any, str, str]] = [(root, base, place)]
     while waiting:
         one, base, place = waiting.pop()
@@ -161,8 +167,10 @@ def _find(
         base, _ = _resolved(base, one.get("$id"))
         resources.setdefault(base, (one, place))
         found[id(one)] = one, base
+        new.append((one, base))
         for steps, inner in steps_in(one):
             waiting.append((inner, base, "/".join([place, *map(_escaped, steps)])))
+    return new
 
 
 def _suffix(place: str) -> str:

@@ -43,7 +43,7 @@ class LoadedTokenizer:
 
     tokenizer: Tokenizer
     sha256: str
-    """The SHA-256 of the bytes that it was made from, in hexadecimal."""
+    """The SHA-256 of tokenizer.json, or of what made it in its place, in hexadecimal."""
 
 
 def load_tokenizer(model_path: Path) -> LoadedTokenizer:

@@ -32,7 +32,7 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """The tensors of frequencies in old Llama checkpoints; the configuration has them already."""
 _WEIGHT = ".weight"
 _BLOCKS = "_blocks"
-_ANY_BIAS = (PackedFormat.GPTQ, PackedFormat.GPTQ_V2)
+_ANY_BIAS = (PackedFormat.GPTQ, PackedFormat.GPTQ_V2, PackedFormat.GPTQ_SYMMETRIC)
 """The formats whose tools write biases of zeros for products that have none."""
 
 

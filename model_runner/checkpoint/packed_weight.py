@@ -160,6 +160,14 @@ def _read_gptq_v2(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeig
     return _read_gptq_ints(parts, shape, bits, unpack_bits)
 
 
+def _read_gptq_symmetric(parts: Parts, shape: tuple[int, int], bits: int) -> PackedWeight:
+    def in_the_middle(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+        zeros = (len(words), count)
+        return torch.full(zeros, 1 << (bits - 1), dtype=torch.uint8, device=words.device)
+
+    return _read_gptq_ints(parts, shape, bits, in_the_middle)
+
+
 def _unpack_less_one(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Unpack zeros that are stored less one."""
     if 32 % bits:
@@ -315,6 +323,9 @@ def _fp4_values(codes: torch.Tensor) -> torch.Tensor:
 STORED: Final = {
     PackedFormat.GPTQ: StoredAs("qweight", "qweight", lambda bits: 32 / bits, _read_gptq),
     PackedFormat.GPTQ_V2: StoredAs("qweight", "qweight", lambda bits: 32 / bits, _read_gptq_v2),
+    PackedFormat.GPTQ_SYMMETRIC: StoredAs(
+        "qweight", "qweight", lambda bits: 32 / bits, _read_gptq_symmetric
+    ),
     PackedFormat.AWQ: StoredAs("qweight", "qweight", lambda bits: 32 / bits, _read_awq),
     PackedFormat.PACKED_INTS: StoredAs(
         "weight_packed", "weight_packed", lambda bits: 32 / bits, _read_packed_ints

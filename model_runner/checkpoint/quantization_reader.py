@@ -64,6 +64,11 @@ def _read_gptq(quantization: ConfigFile) -> Quantization:
         bits = section.size("bits", quantization.size("bits"))
         if bits not in _GPTQ_BITS:
             raise section.error("bits", f"of {bits} is not supported: only {_GPTQ_BITS} are")
+        if section.flag("sym", quantization.flag("sym", False)):
+            return PackedWeights(PackedFormat.GPTQ_SYMMETRIC, bits)
+        if bits == 3 and form == PackedFormat.GPTQ and _is_by_gptqmodel(quantization):
+            # It subtracts from whole words what is not 1 in each number.
+            raise section.error("bits", "of 3 without sym is not supported as gptqmodel stores it")
         return PackedWeights(PackedFormat(form), bits)
 
     others = quantization.section("dynamic")
@@ -74,6 +79,10 @@ def _read_gptq(quantization: ConfigFile) -> Quantization:
         if not name.startswith(_LESS)
     )
     return Quantization(read(quantization), rules=rules)
+
+
+def _is_by_gptqmodel(quantization: ConfigFile) -> bool:
+    return "gptqmodel" in str(quantization.section("meta").get("quantizer")).lower()
 
 
 def _read_awq(quantization: ConfigFile) -> Quantization:

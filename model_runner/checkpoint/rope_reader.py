@@ -84,7 +84,13 @@ def read_latent_scale(config: ConfigFile) -> float:
 
 def _section(config: ConfigFile) -> ConfigFile:
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if new and old and new != old:
+    if (
+        new
+        and old
+        and any(
+            new.get("rope_type" if name == "type" else name) != value for name, value in old.items()
+        )
+    ):
         raise config.error("rope_scaling", "beside other rope_parameters is not supported")
     return config.section("rope_parameters" if new else "rope_scaling")
 

@@ -18,6 +18,8 @@ class PackedFormat(StrEnum):
     """GPTQ's integers; a zero is stored less one."""
     GPTQ_V2 = "gptq_v2"
     """The same with zeros as they are."""
+    GPTQ_SYMMETRIC = "gptq-symmetric"
+    """The same with all zeros in the middle, whatever is stored: writers do not agree on it."""
     AWQ = "awq"
     """AutoAWQ's integers of 4 bits, in the layout "gemm"."""
     PACKED_INTS = "pack-quantized"

@@ -13,7 +13,7 @@ from kvrelay.model_runner.config.model_config import (
 
 
 def count_weights(config: ModelConfig) -> int:
-    """Count the numbers that `Decoder` reads; a head that is the embedding counts once."""
+    """Count the numbers that `Decoder` reads; a head that config.json ties counts once."""
     hidden = config.hidden_size
     heads = config.attention
     tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)

@@ -16,7 +16,7 @@ from tests.chaos.experiment import Report
 HEAD = """\
 # The fault matrix
 
-Made by `make chaos`; `make chaos-short` runs the most telling cells, and `make test` most of those.
+Made by `make chaos`; `make chaos-short` runs the most telling cells, and so does `make test-all`.
 [Another matrix](chaos-hosts.md) kills and freezes hosts, and cuts links.
 {summary} {transport}
 

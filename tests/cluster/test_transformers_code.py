@@ -31,15 +31,18 @@ def greedy(model: Any, prompt: Sequence[int]) -> list[int]:
     return text[len(prompt) :]
 
 
-@pytest.mark.slow
+def slow(kind: str) -> Any:
+    return pytest.param(kind, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         "phi",  # one pool of keys and values; it drafts for itself
-        "gemma4_text",  # two pools of unlike heads, one with a window
-        "gpt_oss",  # the same with sinks
-        "mimo_v2_flash",  # keys and values of unlike width
-        "glm4_moe_lite",  # latents
+        slow("gemma4_text"),  # two pools of unlike heads, one with a window
+        slow("gpt_oss"),  # the same with sinks
+        slow("mimo_v2_flash"),  # keys and values of unlike width
+        slow("glm4_moe_lite"),  # latents
     ],
 )
 async def test_pair(kind: str, tmp_path: Path) -> None:

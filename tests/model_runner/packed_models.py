@@ -205,6 +205,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "gptq": (gptq_config(4), gptq(4)),
     "gptq-2": (gptq_config(2, checkpoint_format="gptq_v2"), gptq(2, v2=True)),
     "gptq-3": (gptq_config(3), gptq(3)),
+    "gptq-4-symmetric": (gptq_config(4, sym=True), gptq(4, symmetric=True)),
+    "gptq-3-symmetric": (gptq_config(3, sym=True), gptq(3, v2=True, symmetric=True)),
     "gptq-8-ordered": (gptq_config(8, desc_act=True), gptq(8, ordered=True)),
     "awq": ({"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}, awq),
     "ct-4": (compressed("pack-quantized", {"num_bits": 4}), packed_ints(4)),

@@ -223,6 +223,13 @@ def test_absent_softcaps_of_a_gemma2_are_transformers_defaults(
     assert (config.attention.query_heads.softcap, config.final_logit_softcapping) == (score, logit)
 
 
+def test_the_same_rotation_may_be_told_twice(tmp_path: Path) -> None:
+    told = {"rope_type": "linear", "factor": 4.0}
+    old = {"type": "linear", "factor": 4.0}
+    config = read(tmp_path, rope_parameters={**told, "rope_theta": 1e6}, rope_scaling=old)
+    assert config.layers[0].rope == read(tmp_path, rope_theta=1e6, rope_scaling=old).layers[0].rope
+
+
 def test_latent_heads(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
     config = read(tmp_path, **DEEPSEEK, rope_scaling=yarn)

@@ -163,6 +163,17 @@ def test_tensors_that_do_not_fit_are_refused(
     assert "\n" not in str(refusal.value)
 
 
+def test_three_bits_that_gptqmodel_stored_are_refused_unless_they_are_symmetric(
+    tmp_path: Path,
+) -> None:
+    meta = {"quantizer": ["gptqmodel:4.0"]}
+    packed(tmp_path, "gptq-3")
+    config = {"quantization_config": gptq_config(3, meta=meta)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="bits of 3 without sym is not supported"):
+        opened(tmp_path)
+
+
 def test_the_digest_knows_what_was_stored(tmp_path: Path) -> None:
     """Every tensor and the format: the same bytes with other zeros are another model."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from kvrelay.text import json_schema
 from kvrelay.text.grammar import GrammarCompiler, GrammarError
 from kvrelay.wire.submit import StructuredOutput
 from tests.vocabularies import byte_vocabulary
@@ -206,3 +207,19 @@ def test_many_numbers_are_compiled_once(number: dict[str, Any]) -> None:
     wanted = form({"type": "object", **outer})
     assert is_taken(wanted, '{"a3":{"b7":17}}')
     assert not is_taken(wanted, '{"a3":{"b7":"x"}}')
+
+
+def test_a_chain_of_references_is_followed_link_by_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through places that hold no schemas of their own: the time would grow by the square."""
+    links = [{"$ref": f"#/x/{number + 1}"} for number in range(1000)]
+    schema = {"properties": {"a": {"$ref": "#/x/0"}}, "x": [*links, {"type": "integer"}]}
+    asked: list[str] = []
+    resolved = json_schema._resolved
+    monkeypatch.setattr(
+        json_schema,
+        "_resolved",
+        lambda base, reference: asked.append(base) or resolved(base, reference),  # type: ignore[func-returns-value]
+    )
+    json_schema.refer_below(schema, "/$defs/0")
+    assert [one["$ref"] for one in links] == [f"#/$defs/0/x/{n + 1}" for n in range(1000)]
+    assert len(asked) < 5 * len(links)

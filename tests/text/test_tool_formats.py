@@ -627,6 +627,51 @@ def test_definitions_that_many_arguments_share_are_looked_at_once(
     assert counted.lines < 50_000
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32", "llama4_pythonic"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"required": None},
+        {"required": [["a"]]},
+        {"properties": {"a": {"type": "string", "pattern": None}}},
+        {"properties": {"a": {"type": "string", "maxLength": 10.0}}},
+        {"properties": {"a": {"anyOf": 5}}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}},
+    ],
+    ids=["null", "list", "pattern", "length", "alternatives", "circle"],
+)
+def test_a_schema_that_is_none_is_left_to_json(name: str, changes: dict[str, Any]) -> None:
+    """Its compiler says what is wrong."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **changes}
+    grammar = CallGrammar({"f": schema}, 1, {})
+    text = {one.get("type") for one in schema["properties"].values()} == {"string"}
+    if name == "llama4_pythonic" and text:  # a text there is JSON's
+        assert TOOL_FORMATS[name].grammar(grammar)
+        return
+    with pytest.raises(NoGrammarError):
+        TOOL_FORMATS[name].grammar(grammar)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [(r"^\\/x$", r"\/x", "/x"), (r"^a/b$", "a/b", "a/b/"), (r"^a\\$", "a\\", "a\\b")],
+)
+def test_patterns_with_slashes(
+    pattern: str, good: str, bad: str, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    properties = {"a": {"type": "string", "pattern": pattern}}
+    special = TokenTexts(tokenizer).unspelled_ids
+    grammar = CallGrammar({"f": {"type": "object", "properties": properties}}, 1, special)
+    form = TOOL_FORMATS["qwen3_coder"]
+    source = StructuredOutput(grammar=grammar.lark(form.grammar(grammar)))
+    compiled = compiler.compile(source)
+    for text, is_good in ((good, True), (bad, False)):
+        written = FORMATS["qwen3_coder"].write([("f", {"a": text})])
+        ids = tokenizer.encode(written, add_special_tokens=False).ids
+        matcher = compiled.deep_copy()
+        assert (matcher.consume_tokens(ids) and matcher.is_accepting()) is is_good, text
+
+
 def test_types_are_looked_at_once_for_all_arguments_of_all_calls() -> None:
     properties = {f"p{number}": {"$ref": "#/$defs/D"} for number in range(50)}
     schema = {"type": "object", "properties": properties, "$defs": {"D": WIDE}}

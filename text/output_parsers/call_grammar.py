@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.text.output_parsers.marked_arguments import (
+    MOST_DEPTH,
     Marks,
     Schema,
     Schemas,
@@ -60,7 +61,7 @@ class CallGrammar:
         self._num_written = 0
         """The characters of values and fixed texts: many arguments may refer to one schema."""
         self._num_looked_at = 0
-        """The schemas of arguments that were looked at: references may lead round in circles."""
+        """The schemas of arguments that were looked at."""
         self._types: dict[int, ValueTypes] = {}
         self._shared_lengths: dict[int, int] = {}
         """The length of each root's definitions in JSON; both are by the root's id."""
@@ -191,10 +192,14 @@ class CallGrammar:
         """The types that a part of one of the schemas allows, as far as it tells."""
         return self._types.setdefault(id(root), ValueTypes(root)).of(described)
 
-    def _alternatives(self, described: Any, root: Schema, end: str) -> tuple[list[str], list[str]]:
+    def _alternatives(
+        self, described: Any, root: Schema, end: str, depth: int = 0
+    ) -> tuple[list[str], list[str]]:
         """The texts that a value may be, and its values in JSON, each with its end."""
         self._num_looked_at += 1
         if not isinstance(described, Mapping) or self._num_looked_at > _MOST_RULES:
+            raise NoGrammarError
+        if depth > MOST_DEPTH:  # they may lead round in circles
             raise NoGrammarError
 
         def in_json(schema: Schema) -> list[str]:
@@ -204,7 +209,7 @@ class CallGrammar:
             return [], in_json(described)
         inner = followed(described, root)
         if inner is not None and len(described) == 1:
-            return self._alternatives(inner, root, end)
+            return self._alternatives(inner, root, end, depth + 1)
         values = [described["const"]] if "const" in described else described.get("enum")
         if isinstance(values, list) and not described.keys() - {"enum", "const", "type"}:
             others = [one for one in values if not isinstance(one, str)]
@@ -212,7 +217,7 @@ class CallGrammar:
             return texts, in_json({"enum": others}) if others else []
         for name in ("anyOf", "oneOf"):
             if described.keys() == {name} and isinstance(described[name], list):
-                each = [self._alternatives(one, root, end) for one in described[name]]
+                each = [self._alternatives(one, root, end, depth + 1) for one in described[name]]
                 return [one for texts, _ in each for one in texts], [
                     one for _, others in each for one in others
                 ]
@@ -235,6 +240,11 @@ class CallGrammar:
     def _text_until(self, end: str, bounds: Mapping[str, Any] | None = None) -> str:
         """A text within the bounds of a string's schema, and its end, which it does not have."""
         bounds = bounds or {}
+        lengths = (bounds[name] for name in ("minLength", "maxLength") if name in bounds)
+        if any(type(one) is not int for one in lengths):
+            raise NoGrammarError
+        if not isinstance(bounds.get("pattern", ""), str):
+            raise NoGrammarError
         least, most = bounds.get("minLength", 0), bounds.get("maxLength", "")
         conditions = [f"/{_ANY_TEXT}{{{least},{most}}}/"]
         if "pattern" in bounds:
@@ -272,7 +282,9 @@ def _arguments_of(schema: Schema) -> tuple[Mapping[str, Any], Collection[str]]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if _allows_any(schema) or schema.keys() - _ARGUMENTS or schema.get("additionalProperties"):
         raise NoGrammarError
-    if not isinstance(properties, Mapping) or not set(required) <= properties.keys():
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise NoGrammarError
+    if not all(isinstance(one, str) and one in properties for one in required):
         raise NoGrammarError
     return properties, required
 
@@ -338,10 +350,10 @@ def _quoted(text: str) -> str:
 
 def _searched(pattern: str) -> str:
     """A regular expression that finds a pattern anywhere in a text."""
-    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     bare = pattern[begins : len(pattern) - ends]
     if "|" in bare and (begins or ends):
         raise NoGrammarError  # the anchor may be one alternative's alone
-    bare = re.sub(r"(?<!\\)/", r"\\/", bare)
+    bare = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", bare, flags=re.DOTALL)
     before, behind = "" if begins else f"{_ANY_TEXT}*", "" if ends else f"{_ANY_TEXT}*"
     return f"/{before}(?:{bare}){behind}/"

@@ -22,7 +22,7 @@ Schemas: TypeAlias = Mapping[str, Schema]
 """The schema of each function's arguments, by the function's name."""
 _TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _NAME: Final = re.compile(r"[^\s<>{}\"]+")
-_MOST_DEPTH: Final = 32
+MOST_DEPTH: Final = 32
 """The most references, or schemas within schemas, that are followed to a value's types."""
 _MOST_REFERENCE: Final = 1024
 """The most characters of a reference that is followed."""
@@ -281,7 +281,7 @@ class ValueTypes:
 
     def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """The types that a part of the schema allows, as far as it tells."""
-        if not isinstance(schema, Mapping) or depth > _MOST_DEPTH:
+        if not isinstance(schema, Mapping) or depth > MOST_DEPTH:
             return _TYPES
         if id(schema) not in self._known:
             self._known[id(schema)] = _TYPES

@@ -243,17 +243,24 @@ def _hold_strict_calls(
 
     Calls of other tools have any arguments.
     """
-    strict = {name for name, one in functions.items() if one.get("strict") is True}
-    if not strict or params.HasField(FIELD):
+    if not any(map(_is_strict, functions.values())) or params.HasField(FIELD):
         return False
-    schemas = {
-        name: arguments_of(one) if name in strict else _ANY_ARGUMENTS
-        for name, one in functions.items()
-    }
-    grammar = _own_grammar(dialect, schemas, most, tokens, in_text=True)
+    grammar = _own_grammar(dialect, _held_schemas(functions), most, tokens, in_text=True)
     if grammar is not None:
         params.structured_output.grammar = grammar
     return grammar is not None
+
+
+def _is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
+
+
+def _held_schemas(functions: Mapping[str, Mapping[str, Any]]) -> Schemas:
+    """Return the schemas that calls are held to: of tools that are not strict any arguments."""
+    return {
+        name: arguments_of(one) if _is_strict(one) else _ANY_ARGUMENTS
+        for name, one in functions.items()
+    }
 
 
 def _allow_calls_beside_form(
@@ -266,9 +273,8 @@ def _allow_calls_beside_form(
     form = params.structured_output.json_schema if params.HasField(FIELD) else ""
     if not form or dialect.tools is None:
         return
-    schemas = {name: arguments_of(one) for name, one in functions.items()}
-    either = form_or_calls(form, dialect.tools, schemas, tokens.unspelled_ids)
-    if either is not None:
+    either = form_or_calls(form, dialect.tools, _held_schemas(functions), tokens.unspelled_ids)
+    if either is not None and len(either.encode()) <= MAX_GRAMMAR_BYTES:
         params.structured_output.CopyFrom(inference_pb2.StructuredOutput(grammar=either))
 
 

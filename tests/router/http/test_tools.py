@@ -17,9 +17,17 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
-from kvrelay.router.doors.http.chat_tools import arguments_of, calls_schema
+from kvrelay.router.doors.http.chat_tools import (
+    Dialect,
+    arguments_of,
+    calls_schema,
+    read_tools,
+)
+from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.text.grammar import GrammarCompiler
-from kvrelay.v1 import worker_pb2
+from kvrelay.text.output_parsers.formats import TOOL_FORMATS
+from kvrelay.text.token_texts import TokenTexts
+from kvrelay.v1 import inference_pb2, worker_pb2
 from kvrelay.wire.submit import StructuredOutput
 from tests.vocabularies import byte_vocabulary
 
@@ -266,6 +274,12 @@ async def test_a_form_beside_tools_that_may_be_called(
             matcher = compiled.deep_copy()
             taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
             assert taken is is_good, text
+        worker.on_submit = saying('{"a": 1}', tokenizer)
+        unlike = {"type": "object", "properties": {"b": {"type": "array", "uniqueItems": True}}}
+        tool = {"type": "function", "function": {"name": "other", "parameters": unlike}}
+        await ask(client, **form, tools=[tool])
+        wanted = worker.submits[-1].sampling_params.structured_output
+        assert wanted.grammar, "a tool that is not strict has any arguments"
         described["schema"] = {"properties": {"b": {"type": "array", "uniqueItems": True}}}
         place = r"response_format\.json_schema\.schema: .*uniqueItems.* at /properties/b"
         with pytest.raises(openai.BadRequestError, match=place):
@@ -275,6 +289,23 @@ async def test_a_form_beside_tools_that_may_be_called(
         await ask(client, response_format={"type": "text"}, extra_body=other)
         wanted = worker.submits[-1].sampling_params.structured_output
         assert wanted.HasField("json_schema"), "it is no response format"
+
+
+def test_a_form_that_is_too_long_beside_calls_stands_alone(tokenizer: Tokenizer) -> None:
+    many = {f"p{number}-{'x' * 80}": {"type": "integer"} for number in range(450)}
+    schema = {"type": "object", "properties": many}
+    function = {"name": "f", "strict": True, "parameters": schema}
+    members: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": function}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    form = inference_pb2.StructuredOutput(json_schema=json.dumps(schema))
+    params = inference_pb2.SamplingParams(structured_output=form)
+    dialect = Dialect(None, TOOL_FORMATS["hermes"], calls_are_parsed=True, reasoning=None)
+    body = ChatCompletionRequest(**members)
+    read_tools(body, dialect, params, TokenTexts(tokenizer))
+    assert params.structured_output == form
 
 
 RECURSIVE = {

@@ -95,7 +95,9 @@ def _bare_grammar(grammar: CallGrammar) -> str:
 
 def _literal(grammar: CallGrammar, described: Any, root: Schema) -> str:
     """A value as Python writes it."""
-    if isinstance(described, dict) and described.keys() == {"anyOf"}:
+    if not isinstance(described, dict):
+        raise NoGrammarError
+    if described.keys() == {"anyOf"} and isinstance(described["anyOf"], list):
         return grammar.one_of([_literal(grammar, one, root) for one in described["anyOf"]])
     types = grammar.types_of(described, root)
     if types == {"boolean"}:
