@@ -81,10 +81,12 @@ class WorkerActor:
         """
         name, pauses = self.config.name, Pauses(longest_pause_seconds)
         called: ProcessIdentity | None = None  # the process whose fate is unknown
+        told: ProcessIdentity | None = None  # the one whose failure was told; it may still answer
 
         async def call() -> T:
             nonlocal called
-            before, called = called, await self.call(WorkerHost.process)
+            process = await self.call(WorkerHost.process)
+            before, called = called, None if process == told else process
             if before is not None and before != called:
                 _log.info("%s died before it had answered", name)
                 on_failure()
@@ -110,7 +112,7 @@ class WorkerActor:
                 self.restart()
             finally:
                 answer.cancel()
-            called = None
+            told, called = called or told, None
             on_failure()
             await pauses.pause()
 

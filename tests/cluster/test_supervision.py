@@ -337,7 +337,7 @@ async def test_a_dead_worker_is_replaced_while_the_routers_loop_stalls(
     assert first.incarnation not in listed
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # tests/cluster/test_scale.py removes a worker through a thread, too
 async def test_a_drain_on_another_thread_tells_of_its_phases(
     on_thread: tuple[ClusterThread, Path],
 ):
