@@ -286,7 +286,7 @@ async def test_who_reads_soon_is_not_hung_up_on_for_other_calls() -> None:
 
 
 async def test_idle_watches_of_a_stranger_give_way() -> None:
-    rule = changed(WATCH, most=2)
+    rule = changed(WATCH, most=2, most_of_a_caller=4)
     async with serving(rule) as (address, _), connected(address) as stranger:
         stranger.begin()
         for _ in range(4):
@@ -298,6 +298,23 @@ async def test_idle_watches_of_a_stranger_give_way() -> None:
                 await stub.Watch(request).read()
             await stranger.until_hung_up()
             assert (await stub.Watch(request).read()).status == SERVING
+
+
+async def test_of_many_modest_watchers_nobody_is_hung_up_on() -> None:
+    """Two watches of one connection are no greed, however many others have one each."""
+    rule = changed(WATCH, most=2, most_of_a_caller=8)
+    async with serving(rule) as (address, healthy), connect(address) as modest:
+        watched = health_pb2.HealthCheckRequest()
+        both = [health_pb2_grpc.HealthStub(modest).Watch(watched, timeout=60) for _ in range(2)]
+        assert [(await one.read()).status for one in both] == [SERVING, SERVING]
+        async with connect(address) as other:
+            third = health_pb2_grpc.HealthStub(other).Watch(watched, timeout=60)
+            assert (await third.read()).status == SERVING
+            healthy.set(serving=False)
+            assert [(await one.read()).status for one in (*both, third)] == [NOT_SERVING] * 3
+            third.cancel()
+        for one in both:
+            one.cancel()
 
 
 async def test_a_hang_up_leaves_no_file_open() -> None:
