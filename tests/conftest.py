@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
@@ -17,6 +18,7 @@ from xdist.scheduler import LoadFileScheduling
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.environment import set_process_variables
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+from kvrelay.text import grammar_checker
 from tests.pairwise import mark_what_pairs_leave_out
 
 set_process_variables()  # whichever test imports Ray first
@@ -49,6 +51,8 @@ that need a Ray.
 CLUSTER_PART = 0.8
 """Of all other files; among these those of clusters are spread, as their tests wait most of the
 time: the tests beside them had better compute."""
+
+BUSY_SECONDS = 60.0
 
 # Here, because pytest asks for the profile before it reads the tests.
 settings.register_profile("nightly", max_examples=6_000)
@@ -130,6 +134,19 @@ class OneRay(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRay | None:
     return OneRay(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def time_on_a_busy_machine() -> Iterator[None]:
+    """Let HTTP clients wait longer for an answer, and routers for a grammar's check.
+
+    Tests beside may have the processor for seconds. A test may still set a time of its own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for client in (httpx.Client, httpx.AsyncClient):
+            patch.setitem(client.__init__.__kwdefaults__, "timeout", BUSY_SECONDS)
+        patch.setattr(grammar_checker, "_CHECK_SECONDS", BUSY_SECONDS)
+        yield
 
 
 @pytest.fixture(scope="session")

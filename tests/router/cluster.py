@@ -247,5 +247,5 @@ class HeldEncoding:
         self, tokenizer: Tokenizer, text: str, most_tokens: int, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         self.texts.append(text)
-        assert self.let_go.wait(10)
+        assert self.let_go.wait(60)
         return [1, 2, 3]

@@ -153,7 +153,7 @@ async def test_a_client_that_leaves_with_a_call_in_the_pipeline(
             call = HEAD + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM
             writer.write(call + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await cluster.server_info()).live_requests:
                 await asyncio.sleep(0.05)
 
