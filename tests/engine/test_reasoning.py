@@ -1,0 +1,131 @@
+"""A form holds behind the reasoning, whose tokens are those of a request without a form.
+
+Where the reasoning ends is read from the tokens alone, so outputs are the same whatever happens to
+their requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from kvrelay.engine.config import Speculation
+from kvrelay.text.reasoning_progress import ReasoningProgress
+from kvrelay.text.token_texts import token_texts
+from kvrelay.wire.output import EndReason
+from kvrelay.wire.submit import Reasoning, SamplingParams, StructuredOutput
+from tests.checkpoints import make_checkpoint
+from tests.engine.simulation import SimRequest, Simulation
+from tests.engine.test_structured_output import EOS, MODES, PLAIN
+from tests.engine.test_token_equality import Mode, finish_of, serve
+from tests.known import known
+
+FORMS: Sequence[StructuredOutput | None] = (
+    StructuredOutput(choice=("yes", "no, never", "é/ü")),
+    StructuredOutput(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}}'),
+    StructuredOutput(regex="[a-c]{3}/[0-9]{2}"),
+    None,
+)
+MARKS = (
+    Reasoning(begun=True, ends=("z", "qu")),
+    Reasoning(begins=("fox", "the"), ends=("ju", "w")),
+    Reasoning(begun=True, ends=("never",), forced_end="\nSo: never"),
+)
+FEW = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("reasoning") / "llama")
+
+
+def submit(simulation: Simulation, number: int, *, free: bool = False) -> list[SimRequest]:
+    """Submit a request of many kinds; a free one has no form, and no budget."""
+    rng = Random(number)
+    marks = MARKS[number % len(MARKS)]
+    budget = rng.choice((0, 3, 9)) if marks.forced_end or not number % 4 else None
+    sampling = SamplingParams(
+        temperature=rng.choice((0.9, 1.0)),
+        seed=number,
+        structured_output=None if free else FORMS[number % len(FORMS)],
+        thinking_token_budget=None if free else budget,
+    )
+    prompt = [rng.randrange(2, 300) for _ in range(rng.randint(1, 40))]
+    return simulation.submit_choices(
+        rng.choice((1, 1, 2)),
+        prompt,
+        250,
+        sampling=sampling,
+        stop_token_ids=frozenset({EOS}),
+        stop=("e", "ox") if number % 4 == 3 else (),
+        reasoning=marks,
+    )
+
+
+def outputs_of(model: Path, mode: Mode, count: int, *, free: bool = False) -> list[SimRequest]:
+    simulation = serve(model, model, "float64", mode)
+    served, rng = [], Random(3)
+    for number in range(count):
+        served += submit(simulation, number, free=free)
+        for _ in range(rng.randint(0, 20)):
+            simulation.step()
+    simulation.run()
+    simulation.assert_at_baseline()
+    return served
+
+
+@cache
+def plain_outputs(model: Path, count: int, free: bool = False) -> list[SimRequest]:
+    return outputs_of(model, PLAIN, count, free=free)
+
+
+def reasoning_of(model: Path, one: SimRequest) -> ReasoningProgress:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    progress = ReasoningProgress(known(one.stops.reasoning), token_texts(tokenizer).bytes_of)
+    progress.follow(one.output)
+    return progress
+
+
+def text_of(model: Path, output: Sequence[int]) -> str:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    text: str = tokenizer.decode(list(output), skip_special_tokens=True)
+    return text
+
+
+def is_of_form(text: str, form: StructuredOutput) -> bool:
+    if form.json_schema is not None:
+        value: Any = json.loads(text)
+        return value.keys() <= {"a"}
+    if form.choice:
+        return text in form.choice
+    return text[3] == "/" and text[4:].isdecimal()
+
+
+def test_a_form_holds_behind_the_reasoning(model: Path) -> None:
+    phases = set()
+    for one, free in zip(plain_outputs(model, FEW), plain_outputs(model, FEW, True), strict=True):
+        progress, form = reasoning_of(model, one), one.sampling.structured_output
+        phases.add(progress.phase)
+        at = known(progress.follows_at)
+        end = finish_of(one)
+        if form is not None:
+            assert is_of_form(text_of(model, one.output[at:]), form)
+            assert (end.reason, end.matched_stop) == (EndReason.STOP, EOS)
+        same = [mine == other for mine, other in zip(one.output, free.output, strict=False)]
+        alike = same.index(False) if False in same else len(same)
+        print(one.key, alike, at, progress.num_thought, one.sampling.thinking_token_budget, len(one.output), repr(text_of(model, one.output))[:120])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_outputs_are_the_same_in_every_mode(model: Path, mode: Mode) -> None:
+    served, plain = outputs_of(model, mode, FEW), plain_outputs(model, FEW)
+    assert [one.output for one in served] == [one.output for one in plain]
+    assert [finish_of(one) for one in served] == [finish_of(one) for one in plain]
