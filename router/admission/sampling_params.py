@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from kvrelay.router.admission.prompt_input import BegunReasoning
 from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.v1 import inference_pb2
@@ -129,11 +130,18 @@ def _check_token_rules(params: inference_pb2.SamplingParams, vocab_size: int) ->
 
 
 def read_sampling_params(
-    params: inference_pb2.SamplingParams, max_tokens: int, seed: int
+    params: inference_pb2.SamplingParams,
+    max_tokens: int,
+    seed: int,
+    reasoning: BegunReasoning = BegunReasoning.AS_ASKED,
 ) -> GenerationParams:
     """The checked parameters, each with the client's value or its default.
 
-    `max_tokens` is already the client's value or the default; `seed` is the default seed.
+    Args:
+        params: the client's.
+        max_tokens: the client's value or the default.
+        seed: the default seed.
+        reasoning: where the prompt ends.
     """
     given = inference_pb2.SamplingParams()
     given.CopyFrom(params)
@@ -141,4 +149,9 @@ def read_sampling_params(
     given.top_k = 0 if params.top_k == _ALL_TOKENS else params.top_k
     if not params.HasField("seed"):
         given.seed = seed
+    if params.HasField("reasoning") and reasoning is BegunReasoning.BEGUN:
+        given.reasoning.begun = True
+    elif reasoning is BegunReasoning.OVER:
+        given.ClearField("reasoning")
+        given.ClearField("thinking_token_budget")
     return GENERATION_PARAMS.from_message(given)

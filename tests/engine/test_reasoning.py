@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -17,10 +16,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from kvrelay.engine.config import Speculation
 from kvrelay.text.reasoning_progress import ReasoningProgress
 from kvrelay.text.token_texts import token_texts
-from kvrelay.wire.output import EndReason
 from kvrelay.wire.submit import Reasoning, SamplingParams, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
@@ -39,7 +36,7 @@ MARKS = (
     Reasoning(begins=("fox", "the"), ends=("ju", "w")),
     Reasoning(begun=True, ends=("never",), forced_end="\nSo: never"),
 )
-FEW = 12
+FEW = 6
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +107,50 @@ def is_of_form(text: str, form: StructuredOutput) -> bool:
 
 
 def test_a_form_holds_behind_the_reasoning(model: Path) -> None:
-    phases = set()
+    """Before its end, and before its budget is spent, the tokens are those without a form."""
+    forced = 0
     for one, free in zip(plain_outputs(model, FEW), plain_outputs(model, FEW, True), strict=True):
-        progress, form = reasoning_of(model, one), one.sampling.structured_output
-        phases.add(progress.phase)
-        at = known(progress.follows_at)
-        end = finish_of(one)
-        if form is not None:
-            assert is_of_form(text_of(model, one.output[at:]), form)
-            assert (end.reason, end.matched_stop) == (EndReason.STOP, EOS)
-        same = [mine == other for mine, other in zip(one.output, free.output, strict=False)]
-        alike = same.index(False) if False in same else len(same)
-        print(one.key, alike, at, progress.num_thought, one.sampling.thinking_token_budget, len(one.output), repr(text_of(model, one.output))[:120])
+        progress, form, end = reasoning_of(model, one), one.sampling.structured_output, one.output
+        if form is not None and progress.has_ended:
+            assert is_of_form(text_of(model, end[known(progress.follows_at) :]), form)
+            assert finish_of(one).matched_stop == EOS
+        same = progress.num_thought - 1
+        if (budget := one.sampling.thinking_token_budget) is not None:
+            assert progress.num_thought <= budget + len("\nSo: never")
+            same, forced = min(same, budget), forced + (progress.num_thought > budget)
+        if known(one.stops.reasoning).begun:
+            assert one.output[:same] == free.output[:same]
+    assert forced
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_outputs_are_the_same_in_every_mode(model: Path, mode: Mode) -> None:
-    served, plain = outputs_of(model, mode, FEW), plain_outputs(model, FEW)
+def test_stop_strings_count_behind_the_reasoning(model: Path) -> None:
+    [one] = [one for one in plain_outputs(model, FEW) if one.stops.stop]
+    progress, end = reasoning_of(model, one), finish_of(one)
+    at = known(progress.follows_at)
+    assert end.matched_stop == "e"
+    assert "e" in text_of(model, one.output[:at])
+    assert "e" not in text_of(model, one.output[at:-1])
+
+
+def assert_same(model: Path, mode: Mode, count: int) -> list[SimRequest]:
+    served, plain = outputs_of(model, mode, count), plain_outputs(model, count)
     assert [one.output for one in served] == [one.output for one in plain]
     assert [finish_of(one) for one in served] == [finish_of(one) for one in plain]
+    return served
+
+
+def test_pairs_that_retract(model: Path) -> None:
+    served = assert_same(model, MODES[0], FEW)
+    assert sum(one.retractions for one in served) > 0
+
+
+def test_a_device_that_works_late(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_outputs(model, FEW)
+    monkeypatch.setattr(Simulation, "late", True)
+    assert_same(model, MODES[2], FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_outputs_are_the_same_in_every_mode(model: Path, mode: Mode) -> None:
+    assert_same(model, mode, 60)
