@@ -17,7 +17,7 @@ GAPS: Final = (b"\n", b"\n\n")
 _MOST_GAP: Final = 2
 
 
-class Marks(Protocol):
+class ReasoningTexts(Protocol):
     """The texts around an output's reasoning."""
 
     @property
@@ -66,7 +66,7 @@ class ReasoningProgress:
         *("follows_at", "num_thought", "num_tokens", "phase"),
     )
 
-    def __init__(self, marks: Marks, bytes_of: Callable[[int], bytes]) -> None:
+    def __init__(self, marks: ReasoningTexts, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
         self._begins = tuple(marks.begins)
         self._ends = tuple([end.encode() for end in marks.ends])

@@ -3,9 +3,9 @@
 How far an output has come in its grammar is read from its tokens alone. So a request hands nothing
 over when it goes on elsewhere: on its decode worker, after a retraction or after a lost worker.
 
-A grammar holds from the end of the output's reasoning on. Before that, nothing is forbidden but
-tokens that would end the reasoning and say more at once, and where its budget is spent all but the
-next token of its end.
+A grammar holds from the end of the output's reasoning on. Before that, only tokens that would end
+the reasoning and say more at once are forbidden. Where its budget is spent, the next token of its
+end is forced.
 """
 
 from __future__ import annotations

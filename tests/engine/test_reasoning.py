@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -137,6 +138,24 @@ def assert_same(model: Path, mode: Mode, count: int) -> list[SimRequest]:
     assert [one.output for one in served] == [one.output for one in plain]
     assert [finish_of(one) for one in served] == [finish_of(one) for one in plain]
     return served
+
+
+def test_an_attempt_that_goes_on_after_any_token(model: Path) -> None:
+    """Workers that die in the reasoning, in its end, and in the form leave the same output."""
+    one = plain_outputs(model, FEW)[-1]
+    assert text_of(model, one.output).endswith("\nSo: never\n\n{}")
+    simulation = serve(model, model, "float64", MODES[0])
+    again = []
+    for count in range(1, len(one.output)):
+        prefill, decode = simulation._place(one.prompt, one.max_tokens)
+        tokens = {index: one.tokens[index] for index in range(count)}
+        key = one.key._replace(request_id=str(count))
+        again.append(replace(one, key=key, prefill=prefill, decode=decode, tokens=tokens, ends={}))
+        simulation.submitted.append(again[-1])
+        simulation._attempt(again[-1:])
+    simulation.run()
+    simulation.assert_at_baseline()
+    assert {tuple(other.output) for other in again} == {tuple(one.output)}
 
 
 def test_pairs_that_retract(model: Path) -> None:
