@@ -45,6 +45,7 @@ from kvrelay.router.doors.http.completion_bodies import (
 from kvrelay.router.doors.http.completions import Completions
 from kvrelay.router.doors.http.errors import (
     CLIENT_GONE,
+    MESSAGES_PATH,
     ErrorAnswer,
     HttpError,
     answer_to,
@@ -53,7 +54,9 @@ from kvrelay.router.doors.http.errors import (
 )
 from kvrelay.router.doors.http.exchange import ClientGone, Exchange
 from kvrelay.router.doors.http.json_body import parse_body, read_body, refusing_depth
+from kvrelay.router.doors.http.left_out import LeftOut
 from kvrelay.router.doors.http.live_page import LivePage
+from kvrelay.router.doors.http.messages.message_calls import COUNT_PATH, MessageCalls
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.doors.http.protocol import (
     BODIES,
@@ -168,6 +171,8 @@ def _paths(door: _Door) -> Sequence[_Path]:
     return [
         _Path("/v1/completions", "POST", door.completions, either),
         _Path("/v1/chat/completions", "POST", door.chat_completions, either),
+        _Path(MESSAGES_PATH, "POST", door.messages, either),
+        _Path(COUNT_PATH, "POST", door.count_tokens),
         _Path("/v1/sessions", "POST", door.open_session, link=opened),
         _Path("/v1/sessions", "GET", door.list_sessions),
         _Path("/v1/sessions/{session:path}", "DELETE", door.close_session),
@@ -301,6 +306,16 @@ class _Door:
             lambda ids: decode(behind.texts.tokenizer, ids, skip_special_tokens=False),
             behind.metrics,
         )
+        self._left_out = LeftOut(behind.metrics)
+        self._messages = MessageCalls(
+            behind.config,
+            behind.fleet,
+            behind.admission,
+            behind.texts,
+            self._dialect,
+            self._completions,
+            self._left_out,
+        )
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/completions: goes on with texts or token ids."""
@@ -317,6 +332,14 @@ class _Door:
             chat = read_body(ChatCompletionRequest, body)
             call = read_chat_completion(chat, exchange.body_bytes, behind.texts, self._dialect)
         await self._serve(exchange, call, ChatStyle(), caller)
+
+    async def messages(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/messages: answers a conversation, as Anthropic's API does."""
+        await self._messages.answer(exchange, await self._body(exchange), caller)
+
+    async def count_tokens(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/messages/count_tokens: the number of tokens of such a conversation."""
+        await self._messages.count_tokens(exchange, await self._body(exchange), caller)
 
     async def _serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
         """Answer a call in OpenAI's words, under the name by which it asked for the model."""
