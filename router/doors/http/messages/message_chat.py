@@ -171,10 +171,8 @@ class _Conversation:
         content = block.get("content") or ""
         texts: list[str] = []
         for where, part in _blocks(f"{place}.content", content):
-            try:
-                texts += self._texts_of(where, part)
-            except _NoTextError:
-                texts.append(_NOT_SHOWN)
+            read = self._read_texts(where, part)
+            texts += [_NOT_SHOWN] if read is None else read
         if block.get("is_error"):
             texts = ["Error: " + "\n".join(texts)]
         call_id = _text(block, "tool_use_id", place)
@@ -200,15 +198,18 @@ class _Conversation:
         return [text for texts in found for text in texts]
 
     def _texts_of(self, place: str, block: Object) -> list[str]:
-        """Return the texts of a block that is no result and no call; raise `_NoTextError`."""
-        kind = block.get("type")
-        read = _TEXTS.get(kind) if isinstance(kind, str) else None
+        """Return the texts of a block that is no result and no call."""
+        read = self._read_texts(place, block)
+        if read is None:
+            raise InvalidField(place, "has no text, and images and files are not served")
+        return read
+
+    def _read_texts(self, place: str, block: Object) -> list[str] | None:
+        """Return the texts of a block; None: it has what is no text and cannot be left out."""
+        kind = _text(block, "type", place)
+        read = _TEXTS.get(kind)
         if read is not None:
             return read(place, block)
-        if kind == "image":
-            raise _NoTextError(place, "images are not served")
-        if not isinstance(kind, str):
-            raise InvalidField(f"{place}.type", "must be a string")
         self._leave_out(f"blocks.{kind}")
         return []
 
@@ -216,10 +217,6 @@ class _Conversation:
         """Note what is left out; return False, for it is no part of what is told."""
         self._left_out.append(name)
         return False
-
-
-class _NoTextError(InvalidField):
-    """An error: a block has no text, and nothing else is served."""
 
 
 def _blocks(place: str, content: Any) -> Iterator[tuple[str, Object]]:
@@ -252,8 +249,12 @@ def _plain(place: str, block: Object) -> list[str]:
     return [_text(block, "text", place)]
 
 
-def _document(place: str, block: Object) -> list[str]:
-    """Return the texts of a document, after its title."""
+def _no_text(place: str, block: Object) -> None:
+    """Return None: an image has no text."""
+
+
+def _document(place: str, block: Object) -> list[str] | None:
+    """Return the texts of a document, after its title; None: it has another form."""
     source = block.get("source")
     if not isinstance(source, dict):
         raise InvalidField(f"{place}.source", "must be an object")
@@ -264,7 +265,7 @@ def _document(place: str, block: Object) -> list[str]:
     if source.get("type") == "content":
         parts = _blocks(f"{where}.content", source.get("content"))
         return [*title, *(_text(part, "text", at) for at, part in parts)]
-    raise _NoTextError(where, "is served with plain text alone")
+    return None
 
 
 def _search_result(place: str, block: Object) -> list[str]:
@@ -273,8 +274,9 @@ def _search_result(place: str, block: Object) -> list[str]:
     return [*told, *(_text(part, "text", at) for at, part in parts)]
 
 
-_TEXTS: Final[Mapping[str, Callable[[str, Object], list[str]]]] = {
+_TEXTS: Final[Mapping[str, Callable[[str, Object], list[str] | None]]] = {
     "text": _plain,
+    "image": _no_text,
     "document": _document,
     "search_result": _search_result,
 }
