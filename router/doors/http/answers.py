@@ -29,6 +29,7 @@ from kvrelay.text.output_parsers.tool_format import new_call_id
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
+_COMMENT: Final = b": keep-alive\n\n"
 _LARGE_BYTES: Final = 1 << 20
 _BYTES_OF_AN_ID: Final = 8
 """The estimated bytes of a token id in an answer."""
@@ -47,6 +48,8 @@ class Style(Protocol):
     """The member of a chunk that says why a choice ended, in place of `text_of_chunk`."""
     prompt_on_top: bool
     """Whether the members about the prompt stand beside the choices, not in them."""
+    sign_of_life: bytes
+    """The comment, or the event, in a stream without a token for long."""
 
     def opening(self) -> str | None:
         """Return the first chunk's members beside its text; None: a choice has no such chunk."""
@@ -75,6 +78,7 @@ class CompletionStyle:
     chunk_object = whole_object = "text_completion"
     no_text = '"text":""'
     prompt_on_top = False
+    sign_of_life = _COMMENT
 
     def opening(self) -> str | None:
         """Return None: completions have no opening chunk."""
@@ -107,6 +111,7 @@ class ChatStyle:
     whole_object = "chat.completion"
     no_text = '"delta":{}'
     prompt_on_top = True
+    sign_of_life = _COMMENT
 
     def opening(self) -> str | None:
         """Return the member that says who speaks."""

@@ -25,7 +25,7 @@ from kvrelay.router.doors.http.answers import (
     usage_chunk,
 )
 from kvrelay.router.doors.http.completion_bodies import Call
-from kvrelay.router.doors.http.exchange import Exchange
+from kvrelay.router.doors.http.exchange import Exchange, SilenceBreaker
 from kvrelay.router.errors import InvalidField, SlowReader
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
@@ -63,6 +63,7 @@ class Completions:
     ) -> None:
         self._model_name = config.model_name
         self._read_timeout = config.read_timeout
+        self._sse_keepalive = config.sse_keepalive
         self._max_unread_bytes = config.max_unread_bytes
         self._admission = admission
         self._decode_prompt = decode_prompt
@@ -89,7 +90,8 @@ class Completions:
             chunks.append(Chunks(answer, self._part(call, number, request), call.shown))
             return chunks[-1]
 
-        completions = await self._run(exchange, call, answer, caller, make, exchange.write)
+        with SilenceBreaker(exchange, self._sse_keepalive, answer.style.sign_of_life):
+            completions = await self._run(exchange, call, answer, caller, make, exchange.write)
         usage = usage_chunk(answer, chunks, completions) if call.include_usage else b""
         try:
             async with asyncio.timeout(self._read_timeout):
