@@ -29,6 +29,8 @@ from kvrelay.text.output_parsers.tool_format import new_call_id
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
+COMMENT: Final = b": keep-alive\n\n"
+"""The bytes of a stream that say nothing."""
 _LARGE_BYTES: Final = 1 << 20
 _BYTES_OF_AN_ID: Final = 8
 """The estimated bytes of a token id in an answer."""
