@@ -305,7 +305,7 @@ class RouterConfig(RouterOptions):
     """The whole configuration of one router. Built once, by `deploy`."""
 
     model_name: str
-    """The model's name for clients."""
+    """The model's first name for clients, which is that of its metrics."""
     model_path: Path
     """The checkpoint folder; its tokenizer.json is read."""
     dtype: str
@@ -330,3 +330,10 @@ class RouterConfig(RouterOptions):
     """The certificate for clients, who need to show none; None: plain text."""
     admin_tls: TlsFiles | None = None
     """The certificate for operators, who need to show none; None: plain text."""
+    model_aliases: tuple[str, ...] = ()
+    """The other names of the model; an answer has the one that was asked for."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model, first the one for clients that ask for none."""
+        return (self.model_name, *self.model_aliases)

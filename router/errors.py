@@ -39,7 +39,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from kvrelay.router.callers import Caller, Right
@@ -72,8 +72,9 @@ class InvalidField(RequestError):  # noqa: N818 - the name says what it is
 class UnknownModel(InvalidField):
     """A request for another model than the served one."""
 
-    def __init__(self, served: str, asked: str) -> None:
-        super().__init__("model", f"must be {served!r} or empty, got {asked!r}")
+    def __init__(self, served: Sequence[str], asked: str) -> None:
+        names = ", ".join(map(repr, served))
+        super().__init__("model", f"must be {names} or empty, got {asked!r}")
 
 
 class ContextTooLong(InvalidField):

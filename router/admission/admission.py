@@ -93,7 +93,7 @@ class Admission:
         self._metrics = metrics
         self._retry_after_ms = config.retry_after_ms
         self._validator = Validator(
-            model_name=config.model_name,
+            model_names=config.model_names,
             encode=texts.encode,
             default_max_tokens=config.default_max_tokens,
             seeds=seeds,

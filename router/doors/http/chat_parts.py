@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from json.encoder import encode_basestring_ascii as quoted
 
@@ -60,6 +61,22 @@ class Spoken:
         """Return the members of the last chunks, for an output that was cut off or not."""
         deltas = self._deltas(self._counted(self._parser.finish(is_cut=is_cut)))
         return [*deltas, *self._late_reasoning()]
+
+    def pieces(self, text: str, num_tokens: int) -> list[OutputPiece]:
+        """Return the pieces that some more text completes; a call's first one has its id."""
+        return self._noted(self._parse(text, num_tokens))
+
+    def last_pieces(self, *, is_cut: bool) -> list[OutputPiece]:
+        """Return the last pieces, for an output that was cut off or not."""
+        return self._noted(self._counted(self._parser.finish(is_cut=is_cut)))
+
+    def _noted(self, pieces: Sequence[OutputPiece]) -> list[OutputPiece]:
+        noted = []
+        for piece in pieces:
+            self._note(piece)
+            is_first = piece.call is not None and piece.name
+            noted.append(replace(piece, call_id=self._begun[-1][0]) if is_first else piece)
+        return noted
 
     def take(self, text: str, num_tokens: int) -> None:
         """Take some more text of a whole answer."""

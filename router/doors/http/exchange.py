@@ -14,7 +14,12 @@ from kvrelay.net.allocator import LARGE_BYTES
 from kvrelay.net.door_rules import MethodRule
 from kvrelay.observe.trace_context import HEADER
 from kvrelay.router.doors.http.bodies import CLOSE, Bodies, decode_body, take_rest, too_large
-from kvrelay.router.doors.http.errors import ErrorAnswer, HttpError
+from kvrelay.router.doors.http.errors import (
+    ErrorAnswer,
+    HttpError,
+    error_form,
+    speaks_as_anthropic,
+)
 from kvrelay.router.errors import InvalidField
 
 _MAX_ID_CHARACTERS: Final = 128
@@ -57,6 +62,8 @@ class Exchange:
         """The client's address."""
         self.turn = self.connection
         """The caller in whose turn the call is served, once it is known."""
+        self.error_event: Callable[[ErrorAnswer], bytes] = self._error_event
+        """A function that returns the event that tells an error in mid-stream."""
 
     def headers(self, name: bytes) -> Sequence[str]:
         """Return the values of a header."""
@@ -179,10 +186,17 @@ class Exchange:
     async def _fail(self, error: ErrorAnswer, *, close: bool) -> None:
         if not self.status:
             closing = [CLOSE] if close else []
-            await self.answer(error.body, error.status, [_JSON, *error.headers, *closing])
+            headers = [_JSON, *error.headers, *closing]
+            await self.answer(self._error_body(error), error.status, headers)
             return
-        await self.write(b"event: error\ndata: " + error.body + b"\n\n")
+        await self.write(self.error_event(error))
         await self.end()
+
+    def _error_body(self, error: ErrorAnswer) -> bytes:
+        return error_form(self._scope["path"])(error, self.id)
+
+    def _error_event(self, error: ErrorAnswer) -> bytes:
+        return b"event: error\ndata: " + self._error_body(error) + b"\n\n"
 
     async def write(self, events: bytes) -> None:
         """Send events of a stream, which the first of them begins."""
@@ -206,6 +220,8 @@ class Exchange:
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         headers = [*headers, (b"x-request-id", self.id.encode())]
+        if speaks_as_anthropic(self._scope["path"]):
+            headers.append((b"request-id", self.id.encode()))
         if CLOSE not in headers and self._has_rest and not await self._take_rest():
             headers.append(CLOSE)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

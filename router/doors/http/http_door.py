@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.net.door_rules import HTTP, MethodAccess, MethodRule
 from kvrelay.net.receiving import OpenCalls
-from kvrelay.router.access.auth import HEADER, Refusal, check_access, identify
+from kvrelay.router.access.auth import HEADER, Refusal, bearer, check_access, identify
 from kvrelay.router.access.token_file import Tokens
 from kvrelay.router.admission.admission import Admission
 from kvrelay.router.admission.served_tokenizer import Texts
@@ -32,10 +32,11 @@ from kvrelay.router.admission.session_adoption import SessionAdoption
 from kvrelay.router.callers import ANYBODY, Caller
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.http import openapi
-from kvrelay.router.doors.http.answers import ChatStyle, CompletionStyle
+from kvrelay.router.doors.http.answers import ChatStyle, CompletionStyle, Style
 from kvrelay.router.doors.http.bodies import Bodies, take_rest
 from kvrelay.router.doors.http.chat_tools import Dialect
 from kvrelay.router.doors.http.completion_bodies import (
+    Call,
     check_fits,
     read_chat_completion,
     read_completion,
@@ -47,6 +48,7 @@ from kvrelay.router.doors.http.errors import (
     ErrorAnswer,
     HttpError,
     answer_to,
+    error_form,
     internal_error,
 )
 from kvrelay.router.doors.http.exchange import ClientGone, Exchange
@@ -59,6 +61,7 @@ from kvrelay.router.doors.http.protocol import (
     CompletionRequest,
     SessionRequest,
 )
+from kvrelay.router.doors.http.reply import CompletionReply
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
@@ -238,7 +241,7 @@ class _Endpoint:
                     raise TooManyCalls(refusal, self._retry_after_ms)
                 await self._handler(exchange, caller)
         except ClientGone:
-            return ErrorAnswer(CLIENT_GONE, b"")
+            return ErrorAnswer(CLIENT_GONE, "", "")
         except (RequestError, Refusal) as error:
             told = answer_to(error)
         except HttpError as error:
@@ -254,9 +257,15 @@ class _Endpoint:
     def _caller(self, exchange: Exchange) -> Caller:
         if self._tokens is None:
             return ANYBODY.at(exchange.connection)
-        caller = identify(self._tokens(), exchange.headers(HEADER.encode()))
+        caller = identify(self._tokens(), _shown_tokens(exchange))
         check_access(caller, self._rule)
         return caller.at(exchange.connection)
+
+
+def _shown_tokens(exchange: Exchange) -> Sequence[str]:
+    """Return the values of `authorization`, or what they would be for the token in `x-api-key`."""
+    keys = exchange.headers(b"x-api-key")
+    return exchange.headers(HEADER.encode()) or [value for key in keys for _, value in bearer(key)]
 
 
 class _Open:
@@ -299,8 +308,7 @@ class _Door:
         with self._behind.admission.counting("http"), refusing_depth():
             call = read_completion(read_body(CompletionRequest, body), self._behind.texts)
             check_fits(call, caller, self._behind.config.max_live_requests)
-        serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
-        await exchange.unless_gone(serving)
+        await self._serve(exchange, call, CompletionStyle(), caller)
 
     async def chat_completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/chat/completions: answers a conversation."""
@@ -308,8 +316,13 @@ class _Door:
         with behind.admission.counting("http"), refusing_depth():
             chat = read_body(ChatCompletionRequest, body)
             call = read_chat_completion(chat, exchange.body_bytes, behind.texts, self._dialect)
-        serving = self._completions.serve(exchange, call, ChatStyle(), caller)
-        await exchange.unless_gone(serving)
+        await self._serve(exchange, call, ChatStyle(), caller)
+
+    async def _serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
+        """Answer a call in OpenAI's words, under the name by which it asked for the model."""
+        name = call.message.model or self._behind.config.model_name
+        reply = CompletionReply(style, call, name)
+        await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
 
     async def open_session(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/sessions: opens a session, as OpenSession does."""
@@ -349,15 +362,15 @@ class _Door:
         await _send(exchange, self._tokenizing.info())
 
     async def models(self, exchange: Exchange, caller: Caller) -> None:
-        """GET /v1/models: the served model."""
-        model = self._model()
+        """GET /v1/models: the served model, under each of its names."""
+        names = self._behind.config.model_names
         asked = exchange.path_parameter("model")
         if asked is None:
-            await _send(exchange, {"object": "list", "data": [model]})
-        elif asked == model["id"]:
-            await _send(exchange, model)
+            await _send(exchange, {"object": "list", "data": list(map(self._model, names))})
+        elif asked in names:
+            await _send(exchange, self._model(asked))
         else:
-            raise UnknownModel(model["id"], asked[:128])
+            raise UnknownModel(names, asked[:128])
 
     async def version(self, exchange: Exchange, caller: Caller) -> None:
         """GET /version: that of kvrelay."""
@@ -393,15 +406,15 @@ class _Door:
     async def _body(self, exchange: Exchange) -> dict[str, Any]:
         return parse_body(await exchange.body(self._bodies))
 
-    def _model(self) -> dict[str, Any]:
-        """Return OpenAI's description of a model, with vLLM's additions."""
+    def _model(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's description of the model, with vLLM's additions."""
         config = self._behind.config
         try:
             max_model_len = self._behind.fleet.limits().most_tokens
         except Unavailable:  # before the first worker has come
             max_model_len = None
         return {
-            "id": config.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "kvrelay",
@@ -439,9 +452,11 @@ async def _refuse(served: Container[str], request: Request, error: Exception) ->
     headers = dict(error.headers or {})
     if not await take_rest(request.scope, request.receive):
         headers["connection"] = "close"
-    return Response(told.body, told.status, headers, media_type="application/json")
+    body = error_form(path)(told, "")
+    return Response(body, told.status, headers, media_type="application/json")
 
 
 async def _fail(request: Request, error: Exception) -> Response:
     told = internal_error()
-    return Response(told.body, told.status, media_type="application/json")
+    body = error_form(request.url.path)(told, "")
+    return Response(body, told.status, media_type="application/json")
