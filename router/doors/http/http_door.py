@@ -53,6 +53,7 @@ from kvrelay.router.doors.http.errors import (
 )
 from kvrelay.router.doors.http.exchange import ClientGone, Exchange
 from kvrelay.router.doors.http.json_body import parse_body, read_body, refusing_depth
+from kvrelay.router.doors.http.left_out import LeftOut
 from kvrelay.router.doors.http.live_page import LivePage
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.doors.http.protocol import (
@@ -62,6 +63,8 @@ from kvrelay.router.doors.http.protocol import (
     SessionRequest,
 )
 from kvrelay.router.doors.http.reply import CompletionReply
+from kvrelay.router.doors.http.responses.responses_body import ResponsesRequest, read_responses
+from kvrelay.router.doors.http.responses.responses_reply import ResponsesReply
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
@@ -76,6 +79,7 @@ from kvrelay.v1 import inference_pb2 as pb
 _log = logging.getLogger(__name__)
 _PART_OF_A_BODY: Final = frozenset({408, 413})
 """The statuses of calls whose bodies may not have been read completely."""
+_BODIES: Final = {**BODIES, "/v1/responses": ResponsesRequest}
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
@@ -154,7 +158,7 @@ class _Path:
         """Return the path as an operation of the OpenAPI document."""
         path = self.path.replace(":path}", "}")
         about = openapi.about(self.handler)
-        body = BODIES.get(self.path) if self.method == "POST" else None
+        body = _BODIES.get(self.path) if self.method == "POST" else None
         return openapi.Operation(
             path, self.method, about, not self.open, self.answers, body, self.link
         )
@@ -168,6 +172,7 @@ def _paths(door: _Door) -> Sequence[_Path]:
     return [
         _Path("/v1/completions", "POST", door.completions, either),
         _Path("/v1/chat/completions", "POST", door.chat_completions, either),
+        _Path("/v1/responses", "POST", door.responses, either),
         _Path("/v1/sessions", "POST", door.open_session, link=opened),
         _Path("/v1/sessions", "GET", door.list_sessions),
         _Path("/v1/sessions/{session:path}", "DELETE", door.close_session),
@@ -294,6 +299,7 @@ class _Door:
             lambda: behind.admission.closing,
             behind.config.read_timeout,
         )
+        self._left_out = LeftOut(behind.metrics)
         self._dialect = Dialect.of(behind.config, behind.template)
         self._completions = Completions(
             behind.config,
@@ -322,6 +328,17 @@ class _Door:
         """Answer a call in OpenAI's words, under the name by which it asked for the model."""
         name = call.message.model or self._behind.config.model_name
         reply = CompletionReply(style, call, name)
+        await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
+
+    async def responses(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/responses: answers items, without a memory of earlier calls."""
+        behind, body = self._behind, await self._body(exchange)
+        with behind.admission.counting("http"), refusing_depth():
+            asked = read_responses(body)
+            call = asked.read(exchange.body_bytes, behind.texts, self._dialect)
+        self._left_out.note("/v1/responses", asked.left_out)
+        reply = ResponsesReply(asked, call.shown, call.message.model or behind.config.model_name)
+        exchange.error_event = reply.error_event
         await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
 
     async def open_session(self, exchange: Exchange, caller: Caller) -> None:

@@ -69,7 +69,12 @@ def test_a_turn_of_the_assistant_is_one_message() -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a": 1}'}
     given = [
         said("user", "hi"),
-        {"type": "reasoning", "id": "rs", "summary": [], "content": [part("Hm.", "reasoning_text")]},
+        {
+            "type": "reasoning",
+            "id": "rs",
+            "summary": [],
+            "content": [part("Hm.", "reasoning_text")],
+        },
         {"type": "message", "id": "m", **said("assistant", [part("I look.", "output_text")])},
         {**call, "namespace": "agents"},
         {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "x\n"},
@@ -156,7 +161,7 @@ def test_tools_are_functions_of_a_chat() -> None:
 
 def test_a_custom_input_by_a_regular_expression_is_held_to_it() -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "a|b"}
-    [tool] = read(tools=[{**PATCH, "format": form}]).chat.tools or ()
+    tool = (read(tools=[{**PATCH, "format": form}]).chat.tools or [])[0]
     assert tool["function"]["strict"]
     assert tool["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
 
@@ -225,11 +230,12 @@ def test_members_of_a_chat_and_those_that_are_left_out() -> None:
         moderation=None,
     )
     chat = call.chat
-    assert (chat.top_k, chat.seed, chat.max_completion_tokens, chat.n) == (3, 7, 5, None)
+    assert (chat.top_k, chat.seed, chat.max_completion_tokens) == (3, 7, 5)
+    assert chat.sampling_params().n == 0
     assert chat.reasoning_effort == "low"
     assert chat.response_format is not None
     assert chat.response_format.json_schema is not None
-    assert json.loads(chat.response_format.json_schema.json_schema) == schema
+    assert json.loads(str(chat.response_format.json_schema.json_schema)) == schema
     assert call.left_out == ["max_tool_calls", "n", "input.web_search_call", "truncation.auto"]
 
 

@@ -1,4 +1,4 @@
-"""/v1/responses by OpenAI's client: streamed as whole, with tools, reasoning, forms and failures."""
+"""/v1/responses by OpenAI's client: streamed as whole, with tools, reasoning, forms, failures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from kvrelay.router.config import ReasoningFormat, RouterConfig
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
-from ..scripted_worker import RETRACTED, ScriptedWorker, count_aggregated, tokens_then_silence
-from .client import with_http
-from .test_tools import ARGUMENTS, CALLS, HERMES, LENGTH, saying, served
+from ..scripted_worker import RETRACTED, ScriptedWorker, count_aggregated, say_counted
+from .test_tools import ARGUMENTS, CALLS, LENGTH, saying, served
 
 WEATHER: Any = {
     "type": "function",
@@ -102,9 +101,7 @@ async def test_the_next_turn_of_an_agent(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     template = (
-        f"{{# {HERMES} tools #}}".replace("{%", "").replace("%}", "").replace("{{", "")
-        if False
-        else "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}|"
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}|"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}"
         "{% endfor %}{% endfor %}"
     )
@@ -164,27 +161,34 @@ async def test_text_in_a_form(config: RouterConfig, tmp_path: Path, tokenizer: T
 
 
 async def test_what_needs_a_memory_is_refused(shared_http: httpx.AsyncClient) -> None:
-    for members, place in [
+    stored: list[tuple[dict[str, Any], str]] = [
         ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"conversation": "conv_x"}, "conversation"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].item_reference"),
-    ]:
+    ]
+    for members, place in stored:
         answer = await shared_http.post("/v1/responses", json={"input": "hi", **members})
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert (error["param"], error["type"]) == (place, "invalid_request_error")
-    for members, place, code in [
+    others: list[tuple[dict[str, Any], str, str | None]] = [
         ({"model": "other"}, "model", "model_not_found"),
         ({"input": "x" * 5000}, "input", "context_length_exceeded"),
         ({"temperature": -1}, "temperature", None),
         ({"max_output_tokens": 0}, "max_output_tokens", None),
-    ]:
+    ]
+    for members, place, code in others:
         answer = await shared_http.post("/v1/responses", json={"input": "hi", **members})
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == (place, code), error
     assert (await shared_http.get("/v1/responses/resp_x")).status_code == 404
+
+
+async def two_tokens(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+    for position in range(2):
+        say_counted(worker, submit, position)
 
 
 async def test_a_worker_that_is_lost_in_mid_stream(http_config: RouterConfig) -> None:
@@ -199,8 +203,8 @@ async def test_a_worker_that_is_lost_in_mid_stream(http_config: RouterConfig) ->
             nonlocal first
             if first:
                 first = False
-                await tokens_then_silence(worker, submit)
-                worker.say(submit, 3, end=RETRACTED)
+                await two_tokens(worker, submit)
+                worker.say(submit, 2, end=RETRACTED)
             else:
                 await count_aggregated(worker, submit)
 
@@ -214,20 +218,23 @@ async def test_a_worker_that_is_lost_in_mid_stream(http_config: RouterConfig) ->
 async def test_a_failure_in_mid_stream(http_config: RouterConfig) -> None:
     """The response fails, with the items until then."""
     async with responding(http_config, "aggregated-0") as (cluster, client):
-        cluster.workers[0].on_submit = tokens_then_silence
-        asked: Any = {"input": "hi", "model": "", "max_output_tokens": 8}
-        late = {"x-request-timeout-ms": "300"}
-        events, response = await streamed(client, **asked, extra_headers=late)
-        assert events[-1].type == "response.failed"
-        assert response.status == "failed"
-        assert response.error.code == "server_error"
-        assert "deadline" in response.error.message
+        cluster.workers[0].on_submit = two_tokens
+        events: list[Any] = []
+        async for event in await client.responses.create(input="hi", model="", stream=True):
+            if event.type == "response.output_text.delta" and len(events) < 6:
+                await cluster.router.stop()
+            events.append(event)
+        failed = events[-1]
+        assert failed.type == "response.failed"
+        assert failed.response.status == "failed"
+        assert failed.response.error.code == "server_error"
+        assert failed.response.error.message == "the router is stopping"
 
 
 async def test_a_client_that_leaves_ends_its_request(http_config: RouterConfig) -> None:
     async with responding(http_config, "aggregated-0") as (cluster, client):
         worker = cluster.workers[0]
-        worker.on_submit = tokens_then_silence
+        worker.on_submit = two_tokens
         stream = await client.responses.create(input="hi", model="", stream=True)
         async for _ in stream:
             break

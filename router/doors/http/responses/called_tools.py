@@ -1,6 +1,6 @@
 """The tools of a Responses body, as the functions of a chat, and their calls under their own names.
 
-A `custom` tool, whose input is any text, is a function with one argument; the tools of a namespace
+A `custom` tool, whose input is any text, is a function with one argument. The tools of a namespace
 are functions with its name before theirs.
 """
 

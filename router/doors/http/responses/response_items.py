@@ -16,7 +16,7 @@ _ACTIONS: Final = {
     "shell_call": ("shell", "action"),
     "apply_patch_call": ("apply_patch", "operation"),
 }
-"""Calls that name no function: the name under which a chat has each, and the arguments' member."""
+"""The name in a chat of each call that names no function, and its member with arguments."""
 _OUTPUTS: Final = frozenset(
     {
         "function_call_output",
@@ -31,7 +31,7 @@ _NO_TEXT: Final = "(left out: {type}, which this model cannot read)"
 """The text in place of an image or a file in a tool's output; without one no agent could go on."""
 
 
-class Conversation:
+class ChatMessages:
     """The messages of a chat that some items become, one after the other.
 
     Neighbours of one turn of the assistant are one message: its reasoning, its text, its calls.

@@ -16,7 +16,7 @@ from kvrelay.router.doors.http.json_body import OpenObject, read_body
 from kvrelay.router.doors.http.left_out import unknown_members
 from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.doors.http.responses.called_tools import ResponseTools
-from kvrelay.router.doors.http.responses.response_items import Conversation
+from kvrelay.router.doors.http.responses.response_items import ChatMessages
 from kvrelay.router.errors import InvalidField
 
 
@@ -51,7 +51,7 @@ _ToolChoice = Annotated[
 
 
 class ResponsesRequest(OpenObject):
-    """The body of /v1/responses; each member of a chat that it has no word for is one of it, too."""
+    """The body of /v1/responses; what a chat alone has a word for is a member, too."""
 
     input: Annotated[str | list[Any], Expected("must be a text, or a list of items")]
     model: str | None = None
@@ -140,7 +140,7 @@ def read_responses(members: dict[str, Any]) -> ResponsesCall:
     """Read a body, and the chat that it asks for; raise `InvalidField`."""
     body = read_body(ResponsesRequest, members)
     tools = ResponseTools.read(body.tools or [], body.tool_choice)
-    conversation = Conversation(body.instructions)
+    conversation = ChatMessages(body.instructions)
     conversation.read(body.input)
     unknown = unknown_members(ResponsesRequest, members)
     in_chats = ChatCompletionRequest.model_fields.keys() - _NOT_OF_A_CHAT

@@ -80,7 +80,10 @@ def _echoed(asked: ResponsesCall, response_id: str, model: str) -> dict[str, Any
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
+        "reasoning": {
+            "effort": reasoning.effort if reasoning is not None else None,
+            "summary": None,
+        },
         "service_tier": "default",
         "store": False,
         "temperature": body.temperature,
