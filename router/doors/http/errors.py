@@ -35,6 +35,7 @@ from kvrelay.router.errors import (
     UnknownSession,
 )
 
+_TOO_LONG: Final = "context_length_exceeded"
 CLIENT_GONE: Final = 499
 """The status, in metrics, of a call whose client has left; it is never sent."""
 
@@ -63,7 +64,7 @@ class _Kind:
 
 _KINDS: Mapping[type[Exception], _Kind] = {
     InvalidField: _Kind(400, "invalid_request_error"),
-    ContextTooLong: _Kind(400, "invalid_request_error", code="context_length_exceeded"),
+    ContextTooLong: _Kind(400, "invalid_request_error", code=_TOO_LONG),
     UnknownModel: _Kind(404, "invalid_request_error", code="model_not_found"),
     Unauthenticated: _Kind(401, "authentication_error", code="invalid_api_key"),
     Forbidden: _Kind(403, "permission_error"),
@@ -202,5 +203,8 @@ _ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 
 def _as_anthropic(error: ErrorAnswer, call_id: str) -> bytes:
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    told = {"type": kind, "message": error.message}
+    message = error.message
+    if error.code == _TOO_LONG:  # agents shorten the conversation for these words
+        message = f"prompt is too long: {message}"
+    told = {"type": kind, "message": message}
     return json.dumps({"type": "error", "error": told, "request_id": call_id or None}).encode()

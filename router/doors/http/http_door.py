@@ -45,6 +45,7 @@ from kvrelay.router.doors.http.completion_bodies import (
 from kvrelay.router.doors.http.completions import Completions
 from kvrelay.router.doors.http.errors import (
     CLIENT_GONE,
+    MESSAGES_PATH,
     ErrorAnswer,
     HttpError,
     answer_to,
@@ -55,6 +56,7 @@ from kvrelay.router.doors.http.exchange import ClientGone, Exchange
 from kvrelay.router.doors.http.json_body import parse_body, read_body, refusing_depth
 from kvrelay.router.doors.http.left_out import LeftOut
 from kvrelay.router.doors.http.live_page import LivePage
+from kvrelay.router.doors.http.messages.message_calls import COUNT_PATH, MessageCalls
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.doors.http.protocol import (
     BODIES,
@@ -173,6 +175,8 @@ def _paths(door: _Door) -> Sequence[_Path]:
         _Path("/v1/completions", "POST", door.completions, either),
         _Path("/v1/chat/completions", "POST", door.chat_completions, either),
         _Path("/v1/responses", "POST", door.responses, either),
+        _Path(MESSAGES_PATH, "POST", door.messages, either),
+        _Path(COUNT_PATH, "POST", door.count_tokens),
         _Path("/v1/sessions", "POST", door.open_session, link=opened),
         _Path("/v1/sessions", "GET", door.list_sessions),
         _Path("/v1/sessions/{session:path}", "DELETE", door.close_session),
@@ -299,13 +303,22 @@ class _Door:
             lambda: behind.admission.closing,
             behind.config.read_timeout,
         )
-        self._left_out = LeftOut(behind.metrics)
         self._dialect = Dialect.of(behind.config, behind.template)
         self._completions = Completions(
             behind.config,
             behind.admission,
             lambda ids: decode(behind.texts.tokenizer, ids, skip_special_tokens=False),
             behind.metrics,
+        )
+        self._left_out = LeftOut(behind.metrics)
+        self._messages = MessageCalls(
+            behind.config,
+            behind.fleet,
+            behind.admission,
+            behind.texts,
+            self._dialect,
+            self._completions,
+            self._left_out,
         )
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
@@ -324,6 +337,14 @@ class _Door:
             call = read_chat_completion(chat, exchange.body_bytes, behind.texts, self._dialect)
         await self._serve(exchange, call, ChatStyle(), caller)
 
+    async def messages(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/messages: answers a conversation, as Anthropic's API does."""
+        await self._messages.answer(exchange, await self._body(exchange), caller)
+
+    async def count_tokens(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/messages/count_tokens: the number of tokens of such a conversation."""
+        await self._messages.count_tokens(exchange, await self._body(exchange), caller)
+
     async def _serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
         """Answer a call in OpenAI's words, under the name by which it asked for the model."""
         name = call.message.model or self._behind.config.model_name
@@ -336,8 +357,9 @@ class _Door:
         with behind.admission.counting("http"), refusing_depth():
             asked = read_responses(body)
             call = asked.read(exchange.body_bytes, behind.texts, self._dialect)
+            name = call.message.model or behind.config.model_name
+            reply = ResponsesReply(asked, call.shown, name)
         self._left_out.note("/v1/responses", asked.left_out)
-        reply = ResponsesReply(asked, call.shown, call.message.model or behind.config.model_name)
         exchange.error_event = reply.error_event
         await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
 

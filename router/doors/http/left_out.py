@@ -1,4 +1,4 @@
-"""What agents send that has no meaning here: it is left out of a call, counted, and logged once."""
+"""The count of what agents send without a meaning here: it is left out, and logged once."""
 
 from __future__ import annotations
 

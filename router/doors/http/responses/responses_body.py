@@ -146,10 +146,10 @@ def read_responses(members: dict[str, Any]) -> ResponsesCall:
     in_chats = ChatCompletionRequest.model_fields.keys() - _NOT_OF_A_CHAT
     chat = {name: members[name] for name in unknown if name in in_chats}
     left_out = [
-        *(name for name in unknown if name not in chat),
+        *(f"fields.{name}" for name in unknown if name not in chat),
         *(f"tools.{kind}" for kind in tools.left_out),
         *(f"input.{kind}" for kind in conversation.left_out),
-        *(["truncation.auto"] if body.truncation == "auto" else ()),
+        *(["fields.truncation"] if body.truncation == "auto" else ()),
     ]
     chat |= {name: getattr(body, name) for name in _ALIKE}
     chat |= {
