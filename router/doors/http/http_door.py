@@ -65,7 +65,7 @@ from kvrelay.router.doors.http.protocol import (
     SessionRequest,
 )
 from kvrelay.router.doors.http.reply import CompletionReply
-from kvrelay.router.doors.http.responses.responses_body import ResponsesRequest, read_responses
+from kvrelay.router.doors.http.responses.response_chat import read_responses
 from kvrelay.router.doors.http.responses.responses_reply import ResponsesReply
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
@@ -81,7 +81,6 @@ from kvrelay.v1 import inference_pb2 as pb
 _log = logging.getLogger(__name__)
 _PART_OF_A_BODY: Final = frozenset({408, 413})
 """The statuses of calls whose bodies may not have been read completely."""
-_BODIES: Final = {**BODIES, "/v1/responses": ResponsesRequest}
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
@@ -160,7 +159,7 @@ class _Path:
         """Return the path as an operation of the OpenAPI document."""
         path = self.path.replace(":path}", "}")
         about = openapi.about(self.handler)
-        body = _BODIES.get(self.path) if self.method == "POST" else None
+        body = BODIES.get(self.path) if self.method == "POST" else None
         return openapi.Operation(
             path, self.method, about, not self.open, self.answers, body, self.link
         )

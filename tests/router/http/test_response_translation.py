@@ -9,8 +9,8 @@ import pytest
 
 from kvrelay.router.doors.http.responses.called_tools import CalledTool
 from kvrelay.router.doors.http.responses.custom_input import CustomInput
+from kvrelay.router.doors.http.responses.response_chat import ResponsesCall, read_responses
 from kvrelay.router.doors.http.responses.response_output import ResponseOutput
-from kvrelay.router.doors.http.responses.responses_body import ResponsesCall, read_responses
 from kvrelay.router.errors import InvalidField
 from kvrelay.text.output_parsers.pieces import OutputPiece
 

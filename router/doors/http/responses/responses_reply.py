@@ -11,8 +11,8 @@ from typing import Any, Final
 from kvrelay.router.doors.http.answers import HeldAnswer, PromptPart, Shown, is_cut
 from kvrelay.router.doors.http.chat_parts import Spoken, ToldReasoning
 from kvrelay.router.doors.http.errors import ErrorAnswer
+from kvrelay.router.doors.http.responses.response_chat import ResponsesCall
 from kvrelay.router.doors.http.responses.response_output import ResponseOutput, Told
-from kvrelay.router.doors.http.responses.responses_body import ResponsesCall
 from kvrelay.router.requests.events import Completion, Delta, Event, FinishReason
 from kvrelay.router.requests.output_stream import Form
 from kvrelay.router.requests.request_trace import CHAT

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and the chat that it asks for."""
+"""The chat that a body of /v1/responses asks for."""
 
 from __future__ import annotations
 
@@ -6,85 +6,22 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.doors.http.chat_tools import Dialect
 from kvrelay.router.doors.http.completion_bodies import Call, read_chat_completion
-from kvrelay.router.doors.http.field_types import Expected, Float32, Object, Only, UInt32
-from kvrelay.router.doors.http.json_body import OpenObject, read_body
+from kvrelay.router.doors.http.json_body import read_body
 from kvrelay.router.doors.http.left_out import unknown_members
 from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.doors.http.responses.called_tools import ResponseTools
+from kvrelay.router.doors.http.responses.response_bodies import (
+    ResponsesRequest,
+    TextFormat,
+    TextOptions,
+)
 from kvrelay.router.doors.http.responses.response_items import ChatMessages
 from kvrelay.router.errors import InvalidField
-
-
-class ReasoningOptions(OpenObject):
-    """The reasoning that is wanted; there are no summaries."""
-
-    effort: str | None = None
-    summary: Any = None
-    generate_summary: Any = None
-
-
-class TextFormat(OpenObject):
-    """The form of the output's text."""
-
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"],
-        Expected('must be "text", "json_object" or "json_schema"'),
-    ]
-
-
-class TextOptions(OpenObject):
-    """The text that is wanted."""
-
-    format: Object | None = None
-    verbosity: Any = None
-
-
-_ToolChoice = Annotated[
-    Literal["auto", "none", "required"] | Object,
-    Expected('must be "auto", "none", "required" or an object'),
-]
-
-
-class ResponsesRequest(OpenObject):
-    """The body of /v1/responses; what a chat alone has a word for is a member, too."""
-
-    input: Annotated[str | list[Any], Expected("must be a text, or a list of items")]
-    model: str | None = None
-    instructions: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: _ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
-    max_output_tokens: UInt32 | None = None
-    temperature: Float32 | None = None
-    top_p: Float32 | None = None
-    metadata: Object | None = None
-    stream: bool | None = None
-
-    # Only without a memory of earlier calls.
-    store: Annotated[Any, Only(False)] = None
-    background: Annotated[Any, Only(False)] = None
-    previous_response_id: Annotated[Any, Only()] = None
-    conversation: Annotated[Any, Only()] = None
-    prompt: Annotated[Any, Only()] = None
-
-    # Without meaning for this server.
-    include: Any = None
-    stream_options: Any = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None
-    truncation: Any = None
-    client_metadata: Any = None
-
 
 _NOT_OF_A_CHAT: Final = frozenset(
     {
