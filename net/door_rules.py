@@ -212,6 +212,7 @@ HTTP: Final = ListenerRule(
     {
         "POST /v1/completions": _LIVE,
         "POST /v1/chat/completions": _LIVE,
+        "POST /v1/responses": _LIVE,
         "POST /v1/messages": _LIVE,
         "POST /v1/messages/count_tokens": MethodRule(
             MethodAccess.GENERATE,

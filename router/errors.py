@@ -68,6 +68,10 @@ class InvalidField(RequestError):  # noqa: N818 - the name says what it is
         self.field = field
         self.problem = message
 
+    def rename(self, field: str) -> None:
+        """Tell of the field by another name, which its client knows."""
+        self.field, self.args = field, (f"{field}: {self.problem}",)
+
 
 class UnknownModel(InvalidField):
     """A request for another model than the served one."""

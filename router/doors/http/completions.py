@@ -64,10 +64,8 @@ class Completions:
         try:
             await serve(exchange, call, reply, caller)
         except InvalidField as error:
-            asked = call.asked_as.get(error.field)
-            if asked is None:
-                raise
-            raise InvalidField(asked, error.problem) from error
+            error.rename(call.asked_as.get(error.field, error.field))
+            raise
 
     async def _stream(self, exchange: Exchange, call: Call, reply: Reply, caller: Caller) -> None:
         def make(number: int, request: GenerationRequest) -> Form:

@@ -65,6 +65,8 @@ from kvrelay.router.doors.http.protocol import (
     SessionRequest,
 )
 from kvrelay.router.doors.http.reply import CompletionReply
+from kvrelay.router.doors.http.responses.response_chat import read_responses
+from kvrelay.router.doors.http.responses.responses_reply import ResponsesReply
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
@@ -171,6 +173,7 @@ def _paths(door: _Door) -> Sequence[_Path]:
     return [
         _Path("/v1/completions", "POST", door.completions, either),
         _Path("/v1/chat/completions", "POST", door.chat_completions, either),
+        _Path("/v1/responses", "POST", door.responses, either),
         _Path(MESSAGES_PATH, "POST", door.messages, either),
         _Path(COUNT_PATH, "POST", door.count_tokens),
         _Path("/v1/sessions", "POST", door.open_session, link=opened),
@@ -346,6 +349,18 @@ class _Door:
         """Answer a call in OpenAI's words, under the name by which it asked for the model."""
         name = call.message.model or self._behind.config.model_name
         reply = CompletionReply(style, call, name)
+        await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
+
+    async def responses(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/responses: answers items, without a memory of earlier calls."""
+        behind, body = self._behind, await self._body(exchange)
+        with behind.admission.counting("http"), refusing_depth():
+            asked = read_responses(body)
+            call = asked.read(exchange.body_bytes, behind.texts, self._dialect)
+            name = call.message.model or behind.config.model_name
+            reply = ResponsesReply(asked, call.shown, name)
+        self._left_out.note("/v1/responses", asked.left_out)
+        exchange.error_event = reply.error_event
         await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
 
     async def open_session(self, exchange: Exchange, caller: Caller) -> None:

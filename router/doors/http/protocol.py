@@ -31,6 +31,7 @@ from kvrelay.router.doors.http.field_types import (
 )
 from kvrelay.router.doors.http.json_body import OpenObject, RequestBody
 from kvrelay.router.doors.http.messages.message_bodies import CountTokensRequest, MessagesRequest
+from kvrelay.router.doors.http.responses.response_bodies import ResponsesRequest
 from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.sampling_limits import LIMITS
@@ -380,6 +381,7 @@ BODIES: Final[Mapping[str, Any]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/sessions": SessionRequest,
     "/tokenize": TokenizeCompletionRequest | TokenizeChatRequest,
     "/detokenize": DetokenizeRequest,
