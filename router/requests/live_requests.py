@@ -29,6 +29,8 @@ from kvrelay.router.requests.output_text import TextStream
 from kvrelay.router.requests.readers import Patience, Readers
 from kvrelay.router.requests.request_trace import RequestTrace
 from kvrelay.text.encoding import decode
+from kvrelay.text.reasoning_progress import ReasoningProgress
+from kvrelay.text.token_texts import token_texts
 from kvrelay.wire.output import RequestOutput
 
 _log = logging.getLogger(__name__)
@@ -243,11 +245,15 @@ class LiveRequests:
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:
         stops = request.params.stops
+        reasoning, thinking = stops.reasoning_without_stops, None
+        if reasoning is not None:
+            thinking = ReasoningProgress(reasoning, token_texts(self._tokenizer).bytes_of)
         return TextStream(
             self._tokenizer,
             stop=stops.stop,
             min_tokens=stops.min_tokens,
             skip_special_tokens=stops.skip_special_tokens,
+            thinking=thinking,
         )
 
     def _forget(self, live: LiveRequest) -> None:
