@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -405,7 +406,9 @@ class _Door:
         names = self._behind.config.model_names
         asked = exchange.path_parameter("model")
         if asked is None:
-            await _send(exchange, {"object": "list", "data": list(map(self._model, names))})
+            listed = {"object": "list", "data": list(map(self._model, names))}
+            ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+            await _send(exchange, {**listed, **ends})
         elif asked in names:
             await _send(exchange, self._model(asked))
         else:
@@ -446,7 +449,7 @@ class _Door:
         return parse_body(await exchange.body(self._bodies))
 
     def _model(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's description of the model, with vLLM's additions."""
+        """Return OpenAI's description of the model, with vLLM's additions and Anthropic's."""
         config = self._behind.config
         try:
             max_model_len = self._behind.fleet.limits().most_tokens
@@ -455,7 +458,10 @@ class _Door:
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": self._created,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
             "owned_by": "kvrelay",
             "root": str(config.model_path),
             "parent": None,

@@ -22,7 +22,7 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
-from ..scripted_worker import ScriptedWorker
+from ..scripted_worker import ScriptedWorker, until
 from .client import with_http
 from .test_tools import LENGTH, saying
 
@@ -195,6 +195,34 @@ async def test_what_has_no_meaning_is_left_out(
         assert await cluster.metric(line + 'context_management"}') == 2
 
 
+async def test_a_stream_is_pinged_until_it_begins_and_ends_with_its_client(
+    config: RouterConfig, tmp_path: Path
+) -> None:
+    async with served(config, tmp_path, sse_keepalive=0.05) as (cluster, client):
+        [worker] = cluster.workers
+        url = f"http://{cluster.router.http_address}/v1/messages"
+        async with httpx.AsyncClient(timeout=60) as http:
+            async with http.stream("POST", url, json={**ASKED, "stream": True}) as answer:
+                lines = answer.aiter_lines()
+                assert await anext(lines) == "event: ping"
+                submit = await worker.submitted()
+                worker.say(submit, 0, (65,))
+                while (line := await anext(lines)) != "event: message_start":
+                    assert line in ("", "event: ping", 'data: {"type": "ping"}')
+            await until(lambda: bool(worker.cancels))
+
+
+async def test_its_client_lists_the_models(config: RouterConfig, tmp_path: Path) -> None:
+    async with served(config, tmp_path) as (_, client):
+        listed = [model async for model in client.models.list()]
+        assert [(one.id, one.type, one.display_name) for one in listed] == [
+            ("counter", "model", "counter"),
+            ("opus", "model", "opus"),
+        ]
+        assert listed[0].created_at.year > 2000
+        assert (await client.models.retrieve("opus")).id == "opus"
+
+
 async def test_tokens_are_counted(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -361,7 +389,7 @@ def test_parameters_become_those_of_a_chat() -> None:
         ({"stop_sequences": ["x"], "top_k": 4, "seed": 5}, {"stop": ["x"], "top_k": 4, "seed": 5}),
         ({"thinking": {"type": "disabled"}}, off),
         ({"thinking": {"type": "adaptive"}}, on),
-        ({"thinking": THINKS}, on),
+        ({"thinking": THINKS}, {**on, "thinking_token_budget": 1024}),
         ({"thinking": {**THINKS, "display": "omitted"}}, {**on, "include_reasoning": False}),
         ({"output_config": {"effort": "max"}}, {"reasoning_effort": "max"}),
         ({"output_config": {"format": form}}, {"response_format": held}),

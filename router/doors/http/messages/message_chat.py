@@ -82,8 +82,13 @@ def chat_members(body: CountTokensRequest, left_out: list[str]) -> dict[str, Any
 def _thinking(thinking: ThinkingConfig | None) -> dict[str, Any]:
     """Return the members that ask for reasoning; without a word of it, none is thought or shown."""
     thinks = thinking is not None and thinking.type != "disabled"
-    is_shown = thinking is not None and thinks and thinking.display != "omitted"
-    return {"enable_thinking": thinks, "include_reasoning": is_shown}
+    if thinking is None or not thinks:
+        return {"enable_thinking": False, "include_reasoning": False}
+    return {
+        "enable_thinking": True,
+        "include_reasoning": thinking.display != "omitted",
+        "thinking_token_budget": thinking.budget_tokens,
+    }
 
 
 def _choice(choice: ToolChoice | None, *, has_tools: bool) -> dict[str, Any]:
