@@ -198,7 +198,7 @@ async def test_what_has_no_meaning_is_left_out(
 async def test_a_stream_is_pinged_until_it_begins_and_ends_with_its_client(
     config: RouterConfig, tmp_path: Path
 ) -> None:
-    async with served(config, tmp_path, sse_keepalive=0.05) as (cluster, client):
+    async with served(config, tmp_path, sse_keepalive=0.05) as (cluster, _):
         [worker] = cluster.workers
         url = f"http://{cluster.router.http_address}/v1/messages"
         async with httpx.AsyncClient(timeout=60) as http:
