@@ -186,6 +186,16 @@ async def test_what_needs_a_memory_is_refused(shared_http: httpx.AsyncClient) ->
     assert (await shared_http.get("/v1/responses/resp_x")).status_code == 404
 
 
+async def test_a_body_that_is_nested_deeply(shared_http: httpx.AsyncClient) -> None:
+    """It is echoed, or refused as what it is."""
+    for depth in (100, 400, 900, 5000):
+        deep = "[" * depth + "]" * depth
+        for members in (f'"metadata": {{"a": {deep}}}', f'"text": {{"format": {{"a": {deep}}}}}'):
+            body = f'{{"input": "hi", "max_output_tokens": 2, {members}}}'
+            answer = await shared_http.post("/v1/responses", content=body)
+            assert answer.status_code in (200, 400), (depth, answer.text)
+
+
 async def two_tokens(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
     for position in range(2):
         say_counted(worker, submit, position)
