@@ -265,6 +265,7 @@ HTTP: Final = ListenerRule(
         "GET /openapi.json": _READ,
         "GET /": _OPEN,
         "GET /health": _OPEN,
+        "GET /ready": _OPEN,
         "GET /ping": _OPEN,
         "POST /ping": _OPEN,
     },

@@ -204,6 +204,22 @@ class RouterOptions(ObservingOptions):
         at_least=1,
         unit="seconds",
     )
+    sse_keepalive: float = option(
+        10.0,
+        "The router writes a comment into a stream of --http in which nothing has come for so many "
+        "seconds. Until the first one an error has a status of its own. 0: it writes none.",
+        Section.ACCESS,
+        at_least=0,
+        unit="seconds",
+    )
+    drain_seconds: float = option(
+        300.0,
+        "At SIGTERM a router is ready no more, and goes on for at most so many seconds, as long as "
+        "requests live. Ctrl-C, or a second signal, does not wait.",
+        Section.RECOVERY,
+        at_least=0,
+        unit="seconds",
+    )
     max_attempts: int = option(
         3,
         "A request fails when one of its outputs has failed this often, because a worker was lost, "

@@ -101,6 +101,11 @@ class Admission:
         )
 
     @property
+    def draining(self) -> bool:
+        """Whether the router is about to stop, so that new requests had better go elsewhere."""
+        return self._live.draining
+
+    @property
     def closing(self) -> bool:
         """Whether no more requests are admitted, because the router is stopping."""
         return self._live.closing

@@ -115,7 +115,7 @@ class Validator:
                 RequestKey("", request_id, 0),
                 (),
                 len(input_ids),
-                read_sampling_params(params, max_tokens, seed),
+                read_sampling_params(params, max_tokens, seed, prompt.reasoning),
                 priority=message.priority,
                 namespace=namespace,
                 open_ended=open_ended,

@@ -250,8 +250,9 @@ def run_bounded(command: Sequence[str | Path], seconds: float) -> tuple[int, str
 AIPERF: Final = Environment.of("aiperf")
 GUIDELLM: Final = Environment.of("guidellm", needs_torch=True)
 LM_EVAL: Final = Environment.of("lm-eval", needs_torch=True)
+CLAUDE_CODE: Final = NodeEnvironment.of("claude-code")
 CODEX: Final = NodeEnvironment.of("codex")
-ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL, CODEX)
+ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL, CLAUDE_CODE, CODEX)
 GPU: Final = Environment.of_gpu()
 
 

@@ -39,6 +39,8 @@ class Spoken:
         """The way in which reasoning is told."""
         self.reasoning_tokens = 0
         """The tokens of the reasoning, as far as its text is known."""
+        self.is_unclosed = False
+        """Whether the output has ended in its reasoning."""
         self._uncounted = 0
         """The latest tokens, whose text is a part of no piece yet."""
         self._late: list[str] = []
@@ -109,7 +111,12 @@ class Spoken:
         return self._counted(self._parser.push(text))
 
     def _counted(self, pieces: Sequence[OutputPiece]) -> Sequence[OutputPiece]:
-        """Count the tokens of reasoning among those of which no piece has told before."""
+        """Count the tokens of reasoning among those of which no piece has told before.
+
+        A piece that only says that the reasoning is not closed is left out.
+        """
+        self.is_unclosed = self.is_unclosed or any(one.is_unclosed for one in pieces)
+        pieces = [one for one in pieces if one.reasoning or not one.is_unclosed]
         total = sum([len(one.reasoning + one.content + one.arguments) for one in pieces])
         if pieces:
             reasoning = sum([len(one.reasoning) for one in pieces])

@@ -14,7 +14,7 @@ from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.http.answers import HeldAnswer, PromptPart
 from kvrelay.router.doors.http.completion_bodies import Call
-from kvrelay.router.doors.http.exchange import Exchange
+from kvrelay.router.doors.http.exchange import Exchange, SilenceBreaker
 from kvrelay.router.doors.http.reply import Reply
 from kvrelay.router.errors import InvalidField, SlowReader
 from kvrelay.router.generation import GenerationRequest
@@ -52,6 +52,7 @@ class Completions:
         metrics: RouterMetrics,
     ) -> None:
         self._read_timeout = config.read_timeout
+        self._sse_keepalive = config.sse_keepalive
         self._max_unread_bytes = config.max_unread_bytes
         self._admission = admission
         self._decode_prompt = decode_prompt
@@ -70,7 +71,8 @@ class Completions:
         def make(number: int, request: GenerationRequest) -> Form:
             return reply.chunks(self._part(call, number, request))
 
-        completions = await self._run(exchange, call, reply, caller, make, exchange.write)
+        with SilenceBreaker(exchange, self._sse_keepalive, reply.sign_of_life):
+            completions = await self._run(exchange, call, reply, caller, make, exchange.write)
         try:
             async with asyncio.timeout(self._read_timeout):
                 await exchange.end(reply.last_events(completions))

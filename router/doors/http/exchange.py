@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from starlette.types import Receive, Scope, Send
 
@@ -57,6 +57,8 @@ class Exchange:
         """The call's id for its client's logs: the x-request-id that it sent, or a new one."""
         self.body_bytes = 0
         """The body's size, once it was read."""
+        self.wrote_at = 0.0
+        """The time of the last events, on the clock of `time.monotonic`."""
         host, port = scope.get("client") or ("", 0)
         self.connection = f"{host}:{port}"
         """The client's address."""
@@ -202,6 +204,7 @@ class Exchange:
         """Send events of a stream, which the first of them begins."""
         if not events:
             return
+        self.wrote_at = time.monotonic()
         if not self.status:
             await self._start(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
@@ -234,3 +237,53 @@ class Exchange:
         sent = self.headers(b"x-request-id")
         fits = sent and sent[0].isascii() and sent[0].isprintable()
         return sent[0][:_MAX_ID_CHARACTERS] if fits else ""
+
+
+class SilenceBreaker:
+    """A context in which a stream is not silent for longer than so many seconds.
+
+    Before its first token a stream's status is not sent, so that an error can have one of its own.
+    The first silence ends that: the stream begins with what breaks it. Clients and proxies then
+    know that the call is served.
+
+    Args:
+        exchange: the call whose stream it is.
+        seconds: the longest silence; 0: any.
+        sign: the comment, or the event, that breaks it.
+    """
+
+    def __init__(self, exchange: Exchange, seconds: float, sign: bytes) -> None:
+        self._exchange = exchange
+        self._seconds = seconds
+        self._sign = sign
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            self._exchange.wrote_at = time.monotonic()
+            self._timer = self._loop.call_later(self._seconds, self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _listen(self) -> None:
+        """Break the silence if it has lasted, else listen again when it would have.
+
+        A timer for each event would cost more than to write the event.
+        """
+        silent_seconds = time.monotonic() - self._exchange.wrote_at
+        if silent_seconds >= self._seconds:
+            silent_seconds = 0.0
+            if self._writing is None or self._writing.done():
+                self._writing = self._loop.create_task(self._break())
+        self._timer = self._loop.call_later(self._seconds - silent_seconds, self._listen)
+
+    async def _break(self) -> None:
+        """Write the sign. Whatever is written later waits behind it, so nothing cancels it."""
+        if self._timer is not None:
+            await self._exchange.write(self._sign)

@@ -190,6 +190,7 @@ def _paths(door: _Door) -> Sequence[_Path]:
         _Path(openapi.PATH, "GET", door.openapi),
         _Path("/", "GET", door.page, answers=("text/html",)),
         _Path("/health", "GET", door.health, answers=()),
+        _Path("/ready", "GET", door.health, answers=()),
         _Path("/ping", "GET", door.health, answers=()),
         _Path("/ping", "POST", door.health, answers=()),
     ]
@@ -437,8 +438,8 @@ class _Door:
         return openapi.document(operations, has_tokens=self._behind.tokens is not None)
 
     async def health(self, exchange: Exchange) -> None:
-        """GET /health: 200 if requests are served, else 503."""
-        served = self._behind.fleet.ready and not self._behind.admission.closing
+        """GET /health: 200 if requests are served, else 503, as soon as the router drains."""
+        served = self._behind.fleet.ready and not self._behind.admission.draining
         await exchange.answer(b"", 200 if served else 503, headers=())
 
     async def _body(self, exchange: Exchange) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvrelay.router.doors.http.answers import (
+    COMMENT,
     DONE,
     Chunks,
     CompletionAnswer,
@@ -32,6 +33,8 @@ class Reply(Protocol):
     """The call's id, which the answer has."""
     operation: str
     """The operation's name in spans."""
+    sign_of_life: bytes
+    """The comment, or the event, in a stream without a token for long."""
 
     def chunks(self, prompt: PromptPart) -> Form:
         """Return the form of the events of the next prompt's stream."""
@@ -54,6 +57,8 @@ class CompletionReply:
         call: the call.
         model: the model's name in the answer.
     """
+
+    sign_of_life = COMMENT
 
     def __init__(self, style: Style, call: Call, model: str) -> None:
         self.id = f"{style.prefix}-{uuid.uuid4().hex}"

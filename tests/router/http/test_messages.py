@@ -205,7 +205,7 @@ async def test_tokens_are_counted(
         del asked["max_tokens"]
         counted = await client.messages.count_tokens(**asked)
         assert counted.input_tokens == message.usage.input_tokens
-        long = {"model": "", "messages": [{"role": "user", "content": "x " * 1000}]}
+        long: Any = {"model": "", "messages": [{"role": "user", "content": "x " * 1000}]}
         assert (await client.messages.count_tokens(**long)).input_tokens > 512
 
 
@@ -356,7 +356,7 @@ def test_parameters_become_those_of_a_chat() -> None:
     on = {"enable_thinking": True, "include_reasoning": True}
     named = {"type": "function", "function": {"name": "weather"}}
     alone = {"disable_parallel_tool_use": True}
-    for body, members in [
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"max_completion_tokens": 100, **off}),
         ({"stop_sequences": ["x"], "top_k": 4, "seed": 5}, {"stop": ["x"], "top_k": 4, "seed": 5}),
         ({"thinking": {"type": "disabled"}}, off),
@@ -370,7 +370,8 @@ def test_parameters_become_those_of_a_chat() -> None:
         ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
         ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
         ({"tool_choice": {"type": "tool", "name": "weather"}}, {"tool_choice": named}),
-    ]:
+    ]
+    for body, members in cases:
         chat = chat_of(tools=[{**WEATHER, "strict": True}, TIME], **body)
         assert members.items() <= chat.items(), body
     function = {

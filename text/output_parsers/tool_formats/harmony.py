@@ -11,6 +11,7 @@ from kvrelay.text.output_parsers.call_grammar import CallGrammar
 from kvrelay.text.output_parsers.json_readers import read_arguments
 from kvrelay.text.output_parsers.marked_arguments import Schema
 from kvrelay.text.output_parsers.pieces import OutputPiece
+from kvrelay.text.output_parsers.reasoning_tags import ReasoningTags
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 
 _CHANNEL: Final = "<|channel|>"
@@ -20,6 +21,29 @@ _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT: Final = re.compile(r"to=([^\s<]+)")
 _NAMED: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _PEOPLE: Final = ("assistant", "user", "all")
+_ANSWER: Final = f"{_START}assistant"
+FINAL: Final = f"{_CHANNEL}final{_MESSAGE}"
+"""The header of a message that is the answer."""
+_ANALYSIS: Final = ReasoningTags((f"{_CHANNEL}analysis",), ("<|end|>",))
+_BEFORE_CALLS: Final = ReasoningTags(_ANALYSIS.opens, (_ANSWER,), forced_end=f"<|end|>{_ANSWER}")
+_BEFORE_FORM: Final = ReasoningTags(
+    (),
+    (FINAL, *(f"{_CHANNEL}final{space}<|constrain|>json{_MESSAGE}" for space in ("", " "))),
+    begins_inside=True,
+    forced_end=f"<|end|>{_ANSWER}{FINAL}",
+)
+
+
+def harmony_reasoning(*, has_form: bool, has_calls: bool) -> ReasoningTags:
+    """The tags around what comes before the message that has a form, or before any other.
+
+    Args:
+        has_form: whether the output has a form.
+        has_calls: whether calls may be in it, which have headers of their own.
+    """
+    if not has_form:
+        return _ANALYSIS
+    return _BEFORE_CALLS if has_calls else _BEFORE_FORM
 
 
 class HarmonyParser:
@@ -111,6 +135,8 @@ class HarmonyParser:
             if tag in (_START, _CHANNEL):
                 self._source.give_back(tag)
             if tag or self._source.has_ended:
+                if is_reasoning and not tag:
+                    self._pieces.append(OutputPiece(is_unclosed=True))
                 return
 
     def _call(self, name: str) -> Generator[None, None, None]:

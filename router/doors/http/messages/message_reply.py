@@ -36,6 +36,7 @@ class MessagesReply:
     """
 
     operation = CHAT
+    sign_of_life = PING
 
     def __init__(self, call: Call, model: str) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
