@@ -241,6 +241,19 @@ async def test_a_failure_in_mid_stream(http_config: RouterConfig) -> None:
         assert failed.response.error.message == "the router is stopping"
 
 
+async def test_a_failure_after_silence(http_config: RouterConfig) -> None:
+    """The headers are out, so it is an event: the first, after the response's beginning."""
+    config = replace(http_config, sse_keepalive=0.05)
+    async with responding(config, "aggregated-0") as (cluster, client), httpx.AsyncClient() as http:
+        url, body = f"{client.base_url}responses", {"input": "hi", "stream": True}
+        async with http.stream("POST", url, json=body, timeout=60) as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == ": keep-alive"
+            await cluster.router.stop()
+            kinds = [line[7:] async for line in lines if line.startswith("event: ")]
+    assert kinds == ["response.created", "response.in_progress", "response.failed"]
+
+
 async def test_a_client_that_leaves_ends_its_request(http_config: RouterConfig) -> None:
     async with responding(http_config, "aggregated-0") as (cluster, client):
         worker = cluster.workers[0]
