@@ -1,23 +1,15 @@
-"""claude-code, unchanged, with a model that a worker plays: it thinks, calls a tool, and answers."""
+"""claude-code, unchanged, with a model that a worker plays: it thinks, calls a tool, answers."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from kvrelay.router.config import PlacementMode, ReasoningFormat, RouterConfig
-from kvrelay.v1 import worker_pb2
-from tests.router.cluster import running
-from tests.router.http.test_tools import saying
-from tests.router.scripted_worker import ScriptedWorker
-from tests.router.toy_tokenizers import byte_level_tokenizer
-
 from .environments import CLAUDE_CODE
+from .played_model import playing, prompts_of, run_agent
 
 TEMPLATE: Final = (
     "{% for tool in tools or [] %}{% if tool.function.name == 'Bash' %}Bash{% endif %}{% endfor %}"
@@ -38,37 +30,18 @@ ANSWER: Final = "The file made.txt is there."
 @pytest.mark.timeout(300)
 async def test_claude_code_calls_a_tool_and_answers(tmp_path: Path) -> None:
     program = CLAUDE_CODE.command("claude")
-    tokenizer = byte_level_tokenizer()
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
     tokens = tmp_path / "tokens.toml"
     tokens.write_text('[[token]]\nname = "agent"\ntoken = "secret"\n')
-    config = RouterConfig(
-        model_name="counter",
-        model_aliases=(MODEL,),
-        model_path=tmp_path,
-        dtype="float32",
-        placement=PlacementMode.DISAGGREGATED,
-        grpc_address="127.0.0.1:0",
-        metrics_address="127.0.0.1:0",
-        http_address="127.0.0.1:0",
-        auth_token_file=tokens,
-        chat_template=template,
-        reasoning_parser=ReasoningFormat.THINK,
-        max_message_bytes=4 << 20,
-        shutdown_grace_seconds=0.0,
-    )
 
-    async def play(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
-        prompt = tokenizer.decode(list(submit.input_ids))
-        await saying(ANSWER if "made-by-claude" in prompt else CALL, tokenizer)(worker, submit)
+    def says(prompt: str) -> str:
+        return ANSWER if "made-by-claude" in prompt else CALL
 
-    async with running(config, "aggregated-0") as cluster:
-        cluster.workers[0].on_submit = play
+    names = {"model_aliases": (MODEL,), "auth_token_file": tokens}
+    async with playing(tmp_path, TEMPLATE, says, **names) as cluster:
+        asked = ("-p", "make a file", "--model", MODEL, "--output-format", "json")
         settings = {
             "HOME": str(home),
             "ANTHROPIC_BASE_URL": f"http://{cluster.router.http_address}",
@@ -76,27 +49,10 @@ async def test_claude_code_calls_a_tool_and_answers(tmp_path: Path) -> None:
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
         }
-        process = await asyncio.create_subprocess_exec(
-            program,
-            *("-p", "make a file", "--model", MODEL, "--output-format", "json"),
-            *("--allowed-tools", "Bash"),
-            cwd=work,
-            env={**os.environ, **settings},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            said = (await process.communicate())[0].decode(errors="replace")
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        assert process.returncode == 0, said
+        said = await run_agent((program, *asked, "--allowed-tools", "Bash"), work, settings)
         result = json.loads(said.splitlines()[-1])
         assert (result["result"], result["is_error"]) == (ANSWER, False)
         assert (work / "made.txt").read_text() == "made-by-claude\n"
-        prompts = [tokenizer.decode(list(one.input_ids)) for one in cluster.workers[0].submits]
-        print(prompts)
-        assert any(one.startswith("Bash<system><user>") for one in prompts)
-        assert any("<assistant><tool>" in one for one in prompts)
+        first, second = prompts_of(cluster)
+        assert first.startswith("Bash<system><user>")
+        assert "<assistant><tool>" in second

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvrelay.router.doors.http.responses.called_tools import CalledTool
 from kvrelay.router.doors.http.responses.custom_input import CustomInput
@@ -238,6 +241,50 @@ def test_members_of_a_chat_and_those_that_are_left_out() -> None:
     assert json.loads(str(chat.response_format.json_schema.json_schema)) == schema
     fields = ["max_tool_calls", "n", "truncation"]
     assert {*call.left_out} == {*(f"fields.{one}" for one in fields), "input.web_search_call"}
+
+
+SCALAR = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+TYPES = st.sampled_from(
+    [
+        *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call"),
+        *("local_shell_call", "shell_call_output", "item_reference", "function", "custom"),
+        *("namespace", "web_search", "allowed_tools", "json_schema", "grammar", "input_text"),
+    ]
+)
+NAMES = st.sampled_from(
+    [
+        *("type", "role", "content", "text", "name", "namespace", "arguments", "call_id", "output"),
+        *("input", "action", "tools", "mode", "format", "schema", "syntax", "definition", "id"),
+        *("effort", "summary", "parameters", "description", "strict"),
+    ]
+)
+ANYTHING = st.recursive(
+    SCALAR | TYPES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+OBJECT = st.fixed_dictionaries(
+    {"type": TYPES, "name": st.just("f"), "call_id": st.just("c"), "role": st.just("user")},
+    optional={"content": ANYTHING, "tools": ANYTHING, "output": ANYTHING, "format": ANYTHING},
+)
+MEMBERS = st.fixed_dictionaries(
+    {"input": ANYTHING | st.lists(OBJECT, max_size=4)},
+    optional={
+        "tools": st.lists(OBJECT | ANYTHING, max_size=3),
+        "tool_choice": OBJECT | ANYTHING,
+        "text": st.fixed_dictionaries({"format": OBJECT}) | ANYTHING,
+        "reasoning": ANYTHING,
+        "instructions": ANYTHING,
+        "metadata": ANYTHING,
+    },
+)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(members=MEMBERS)
+def test_any_body_is_read_or_refused(members: dict[str, Any]) -> None:
+    with contextlib.suppress(InvalidField):
+        read_responses(members)
 
 
 UNPAIRED = ["\ud800 x", "\udc00" * 3, "\ud800\ud800"]

@@ -186,6 +186,16 @@ async def test_what_needs_a_memory_is_refused(shared_http: httpx.AsyncClient) ->
     assert (await shared_http.get("/v1/responses/resp_x")).status_code == 404
 
 
+async def test_a_body_that_is_nested_deeply(shared_http: httpx.AsyncClient) -> None:
+    """It is echoed, or refused as what it is."""
+    for depth in (100, 400, 900, 5000):
+        deep = "[" * depth + "]" * depth
+        for members in (f'"metadata": {{"a": {deep}}}', f'"text": {{"format": {{"a": {deep}}}}}'):
+            body = f'{{"input": "hi", "max_output_tokens": 2, {members}}}'
+            answer = await shared_http.post("/v1/responses", content=body)
+            assert answer.status_code in (200, 400), (depth, answer.text)
+
+
 async def two_tokens(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
     for position in range(2):
         say_counted(worker, submit, position)
@@ -229,6 +239,19 @@ async def test_a_failure_in_mid_stream(http_config: RouterConfig) -> None:
         assert failed.response.status == "failed"
         assert failed.response.error.code == "server_error"
         assert failed.response.error.message == "the router is stopping"
+
+
+async def test_a_failure_after_silence(http_config: RouterConfig) -> None:
+    """The headers are out, so it is an event: the first, after the response's beginning."""
+    config = replace(http_config, sse_keepalive=0.05)
+    async with responding(config, "aggregated-0") as (cluster, client), httpx.AsyncClient() as http:
+        url, body = f"{client.base_url}responses", {"input": "hi", "stream": True}
+        async with http.stream("POST", url, json=body, timeout=60) as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == ": keep-alive"
+            await cluster.router.stop()
+            kinds = [line[7:] async for line in lines if line.startswith("event: ")]
+    assert kinds == ["response.created", "response.in_progress", "response.failed"]
 
 
 async def test_a_client_that_leaves_ends_its_request(http_config: RouterConfig) -> None:

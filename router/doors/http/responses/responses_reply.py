@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from kvrelay.router.doors.http.answers import HeldAnswer, PromptPart, Shown, is_cut
+from kvrelay.router.doors.http.answers import COMMENT, HeldAnswer, PromptPart, Shown, is_cut
 from kvrelay.router.doors.http.chat_parts import Spoken, ToldReasoning
 from kvrelay.router.doors.http.errors import ErrorAnswer
 from kvrelay.router.doors.http.responses.response_chat import ResponsesCall
@@ -106,6 +106,7 @@ class ResponsesReply:
     """
 
     operation = CHAT
+    sign_of_life = COMMENT
 
     def __init__(self, asked: ResponsesCall, shown: Shown, model: str) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
