@@ -22,9 +22,9 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
-from ..scripted_worker import ScriptedWorker, until
+from ..scripted_worker import RETRACTED, ScriptedWorker, emitted_by, until
 from .client import with_http
-from .test_tools import LENGTH, saying
+from .test_tools import EOS, LENGTH, saying
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -133,6 +133,36 @@ async def test_thinking_text_and_calls_streamed_and_whole(
         assert [names[0], *names[-2:]] == ["message_start", "message_delta", "message_stop"]
         assert names.count("content_block_start") == names.count("content_block_stop") == 4
         assert {"signature", "thinking", "input_json", "text"} <= set(names)
+
+
+async def test_a_message_is_the_same_if_it_is_computed_in_two_attempts(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(ANSWER, add_special_tokens=False).ids
+    async with served(config, tmp_path) as (cluster, client):
+        [worker] = cluster.workers
+        asked = {**ASKED, "tools": [WEATHER, TIME], "thinking": THINKS, "max_tokens": 200}
+        for cut in (3, len(ids) // 2, len(ids) - 3):
+
+            async def say(
+                worker: ScriptedWorker, submit: worker_pb2.SubmitRequest, cut: int = cut
+            ) -> None:
+                first = len(emitted_by(submit))
+                for position in range(first, len(ids) if first else cut):
+                    worker.say(submit, position, (ids[position],))
+                if first:
+                    ended = worker_pb2.RequestEnd(reason=1, matched_token_id=EOS)
+                    worker.say(submit, len(ids), (EOS,), end=ended)
+                else:
+                    worker.say(submit, cut, end=RETRACTED)
+
+            worker.on_submit = say
+            before = len(worker.submits)
+            stream = await client.messages.create(stream=True, **asked)
+            names = [event.type async for event in stream]
+            assert names.count("message_start") == names.count("message_stop") == 1
+            assert blocks_of(await streamed(client, **asked)) == BLOCKS
+            assert len(worker.submits) == before + 4
 
 
 async def test_why_a_message_ends(
