@@ -73,6 +73,11 @@ async def test_tokens(http_config: RouterConfig, tmp_path: Path) -> None:
         assert "max_queued_prompt_tokens" in long.json()["error"]["message"]
         twice = [("authorization", "Bearer alpha"), ("authorization", "Bearer alpha")]
         assert (await http.get("/v1/models", headers=twice)).status_code == 401
+        for key, status in (("alpha", 200), ("beta", 401), ("", 401)):
+            keyed = await http.get("/v1/models", headers={"x-api-key": key})
+            assert keyed.status_code == status
+        both = {**bearer("alpha"), "x-api-key": "unused"}
+        assert (await http.get("/v1/models", headers=both)).status_code == 200
 
 
 async def test_tls_and_a_certificate_that_is_replaced(
