@@ -104,7 +104,7 @@ class DecoderOptions:
     activation_field: str = "hidden_act"
     activation: Activation = Activation.SILU
     has_pre_norms: bool = True
-    """What attention and feed-forward read is normalized."""
+    """The inputs of attention and feed-forward are normalized."""
     has_post_norms: bool = False
     """The results of attention and feed-forward are normalized too."""
     adds_unit_offset: bool = False

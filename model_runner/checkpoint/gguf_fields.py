@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, beside what transformers' reader makes of it.
+"""The part of a GGUF file's description that transformers' reader leaves out.
 
 The reader takes the fields that it knows, and the defaults of a class for all others. A stretched
 rotation, another base or a window would be lost without a word, and the model be another one. So

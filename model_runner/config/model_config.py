@@ -237,7 +237,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """The end-of-sequence tokens, ascending, of generation_config.json or else config.json."""
     pre_norms: bool = True
-    """What attention and feed-forward read is normalized."""
+    """The inputs of attention and feed-forward are normalized."""
     post_norms: bool = False
     """The results of attention and feed-forward are normalized too before they are added."""
     add_unit_offset: bool = False
