@@ -30,7 +30,7 @@ _TAKEN_OVER: Final[Mapping[str, str]] = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 """The fields that become those of a configuration, if it has them."""
-_SAYS_NOTHING: Final = ("rope.scaling.finetuned", "attention.causal", "rope.scaling.attn_factor")
+_SAYS_NOTHING: Final = ("rope.scaling.finetuned", "rope.scaling.attn_factor")
 """Fields that change no number where their siblings are as they should be."""
 _TELLING: Final = ("rope.", "attention.", "expert_", "softcapping", "scale", "clamp")
 """The parts of names of fields that a model's numbers depend on."""
@@ -141,6 +141,7 @@ def _said_by(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
     partial = rope.get("partial_rotary_factor", 1.0)
     length = getattr(config, "max_position_embeddings", None)
     said = {
+        "attention.causal": True,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.dimension_count": int(head_dim * partial),
