@@ -53,7 +53,7 @@ _HEADER: Final = (
 
 def table(kinds: dict[str, str]) -> str:
     """The modes of each architecture, by the kinds of transformers' configurations."""
-    rows = [_HEADER, ("---",) * len(_HEADER)]
+    rows: list[tuple[str, ...]] = [_HEADER, ("---",) * len(_HEADER)]
     with mock.patch("torch.cuda.get_device_capability", return_value=_SM_90):
         for kind, architecture in kinds.items():
             if architecture in ARCHITECTURES:

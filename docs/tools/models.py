@@ -20,7 +20,7 @@ _BY_TRANSFORMERS: Final = ("attention", "experts")
 def served() -> str:
     """The kinds that are served."""
     header = (*_HEADER, *(f"{one} by transformers' code" for one in _BY_TRANSFORMERS))
-    rows = [header, ("---",) * len(header)]
+    rows: list[tuple[str, ...]] = [header, ("---",) * len(header)]
     for row in _rows():
         if row["refusal"]:
             continue

@@ -34,7 +34,7 @@ _SAYS_NOTHING: Final = ("rope.scaling.finetuned", "rope.scaling.attn_factor")
 """Fields that change no number where their siblings are as they should be."""
 _TELLING: Final = ("rope.", "attention.", "expert_", "softcapping", "scale", "clamp")
 """The parts of names of fields that a model's numbers depend on."""
-_LLAMA3: Final = {
+_LLAMA3: Final[Mapping[str, Any]] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -103,7 +103,10 @@ def _gemma_scalar(config: Any) -> int:
 def _rope_of(config: Any) -> dict[str, Any] | None:
     """The parameters of the rotation of layers with full attention; None: it has none."""
     rope: dict[str, Any] | None = getattr(config, "rope_parameters", None)
-    return None if not rope else rope.get("full_attention", rope)
+    if not rope:
+        return None
+    full: dict[str, Any] = rope.get("full_attention", rope)
+    return full
 
 
 def _take_over_rope(
@@ -120,7 +123,7 @@ def _take_over_rope(
     if own.get("rope.scaling.type") == "linear":
         rope |= {"rope_type": "linear", "factor": float(own["rope.scaling.factor"])}
     if factors is not None:
-        llama3 = {**rope, **_LLAMA3, "factor": round(float(factors.max()), 3)}
+        llama3: dict[str, Any] = {**rope, **_LLAMA3, "factor": round(float(factors.max()), 3)}
         if np.allclose(factors, _llama3_factors(llama3, head_dim), rtol=1e-4):
             rope |= llama3
 
@@ -140,7 +143,7 @@ def _said_by(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
     head_dim, kind = _head_dim(config), rope.get("rope_type", "default")
     partial = rope.get("partial_rotary_factor", 1.0)
     length = getattr(config, "max_position_embeddings", None)
-    said = {
+    said: dict[str, Any] = {
         "attention.causal": True,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,9 @@ def _write_tokenizer(writer: Any) -> None:
     writer.add_pad_token_id(0)
 
 
-def _stored(kind: Kind, names: Any, tensor: str, weight: torch.Tensor, config: Any) -> Any:
+def _stored(
+    kind: Kind, names: Any, tensor: str, weight: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file that a tensor of the model becomes, with their names."""
     base, _, suffix = tensor.rpartition(".")
     if suffix not in ("weight", "bias"):

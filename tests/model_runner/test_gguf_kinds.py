@@ -77,7 +77,9 @@ def test_the_rotation_of_llama_3_is_found_by_its_factors() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    config, target = (LlamaConfig(head_dim=64, max_position_embeddings=131_072) for _ in range(2))
+    shape = {"head_dim": 64, "max_position_embeddings": 131_072}
+    config: Any = LlamaConfig(**shape)
+    target: Any = LlamaConfig(**shape)
     config.rope_parameters["rope_theta"] = 500_000.0
     target.rope_parameters = scaled
     frequencies = [LlamaRotaryEmbedding(one).inv_freq.numpy() for one in (config, target)]
