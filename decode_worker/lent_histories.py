@@ -1,9 +1,9 @@
 """The pages of prompts that are lent to the prefill workers that lack them: a hand-over in reverse.
 
-They are the pages that a turn's session keeps, or those that the prefix index has of any prompt,
-such as the last answer of its conversation. A prefill worker reads them between the grant and its
-first announcement. The request's lease holds them all that time, and its stream is the lease on
-them.
+They are the pages that a turn's session keeps, or those that the prefix index has of any prompt. So
+a conversation's last answer is found without a session, too. A prefill worker reads them between
+the grant and its first announcement. The request's lease holds them all that time, and its stream
+is the lease on them.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Placer:
         return chosen(decision.reason, decision.lent_tokens)
 
     def _borrower(self, prefill: Candidate, decode: Candidate, demand: Demand) -> Side:
-        """The prefill side of a pair, with what the decode worker has of the prompt and may lend."""
+        """The prefill side of a pair, with what the decode worker has and may lend it."""
         side = self._side(WorkerRole.PREFILL, prefill, demand)
         if WorkerRole.PREFILL in demand.in_full_on:
             return side
