@@ -72,7 +72,7 @@ def test_turns_have_the_tokens_of_a_plain_run(
 @pytest.mark.parametrize(("architecture", "mode"), share(("llama", "deepseek"), [
     replace(OVERLAPPED, aggregated=False),
     replace(OVERLAPPED, aggregated=False, overlap=False, page_size=1, retract_every=7),
-    replace(OVERLAPPED, aggregated=False, local=0.5, speculation=Speculation.DRAFT),
+    replace(OVERLAPPED, aggregated=False, speculation=Speculation.DRAFT),
 ]), ids=str)  # fmt: skip
 def test_turns_without_a_session_read_the_last_answer_and_have_the_tokens_of_a_plain_run(
     checkpoints: Path, architecture: str, mode: Mode
