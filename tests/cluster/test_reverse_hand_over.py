@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ async def test_long_turns_read_the_history_and_have_the_same_tokens(
 
 async def test_turns_without_a_session_read_the_last_answer(tiny: Path) -> None:
     reference, tokens = Reference(tiny), list[int]()
-    greedy = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
     async with in_process(tiny, chunk_tokens=32, kv_memory=8 << 20) as cluster:
         for number in range(5):
             prompt = [*tokens, *some_tokens(number, 60)]

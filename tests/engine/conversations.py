@@ -40,8 +40,8 @@ class Conversation:
         self.take()
         assert self.turn is None, "a turn runs"
         prompt = [*self.tokens[:rewind_to], *new]
-        session = KeptSession(self.name, self.most_kept_tokens, self.owner)
-        session = session if self.is_session else None
+        kept = KeptSession(self.name, self.most_kept_tokens, self.owner)
+        session = kept if self.is_session else None
         self.turn = self.simulation.submit(
             prompt, max_tokens, session=session, place=place, **options
         )
