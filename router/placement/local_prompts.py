@@ -69,8 +69,8 @@ class Side:
         """
         if tokens <= self.cached_tokens:
             return self
-        speeds = {one.incarnation: one.lent_tokens_per_second for one in peers}
-        speed = speeds.get(borrower, 0.0)
+        known = (one.lent_tokens_per_second for one in peers if one.incarnation == borrower)
+        speed = next(known, 0.0)
         if not speed:
             return self
         return replace(self, lent_tokens=tokens, lent_seconds=(tokens - self.cached_tokens) / speed)
@@ -131,7 +131,9 @@ def decide(
 def expect_lent(tokens: int, prefill: Side) -> int:
     """The tokens of a prompt that a prefill worker has or will read, as in a `Decision`."""
     speeds = prefill.queue.load.speeds
-    return _read_if_sooner(tokens, prefill, speeds)[2] if speeds.prompts_known else 0
+    if not (prefill.lent_tokens and speeds.prompts_known):
+        return 0
+    return _read_if_sooner(tokens, prefill, speeds)[2]
 
 
 def _read_if_sooner(tokens: int, prefill: Side, speeds: StepSpeeds) -> tuple[Side, float, int]:
