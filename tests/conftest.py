@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 from collections.abc import Generator, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.environment import set_process_variables
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.text import grammar_checker
+from tests.collected_in_turn import FileInTurn, Turn
 from tests.pairwise import mark_what_pairs_leave_out
 
 set_process_variables()  # whichever test imports Ray first
@@ -31,6 +30,7 @@ WITH_RAY = frozenset(
         "cluster/test_leases.py",
         "cluster/test_locked_cluster.py",
         "cluster/test_model_copy.py",
+        "cluster/test_serve_command.py",
         "cluster/test_scale.py",
     }
 )
@@ -67,35 +67,40 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """What collecting makes stays: to look for garbage in it took a third of the time.
 
     Nor do the tests look through it later, when each of them leaves garbage of its own.
     """
     gc.disable()
     try:
-        import_beginning_elsewhere(session.config)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
 
 
-def import_beginning_elsewhere(config: pytest.Config) -> None:
-    """Import all tests if all are to be run, each worker of xdist from another file on.
+def reads_in_turn(config: pytest.Config) -> bool:
+    """Whether this is a worker of xdist's that is to run files, and no test by its name."""
+    by_name = config.option.keyword or config.getoption("lf", False)
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    return is_worker and not by_name and not any("::" in arg for arg in config.args)
 
-    Where no byte code is kept yet, pytest's rewriting of assertions takes longer than everything
-    else. So workers find of each other what they would all make at the same moment.
-    """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw")[2:]
-    if not worker or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    paths = sorted(TESTS.rglob("test_*.py"))
-    begin = len(paths) * int(worker) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    for path in paths[begin:] + paths[:begin]:
-        name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
-        with suppress(Exception, pytest.skip.Exception):  # collecting says what is wrong
-            importlib.import_module(name)
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> FileInTurn | None:
+    if not reads_in_turn(parent.config):
+        return None
+    file: FileInTurn = FileInTurn.from_parent(parent, path=module_path)
+    return file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    if not isinstance(item, Turn):
+        return None
+    item.run(nextitem)
+    return True
 
 
 def pytest_unconfigure() -> None:
@@ -129,6 +134,11 @@ class OneRay(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         return "ray" if file.removeprefix("tests/") in WITH_RAY else file
+
+    def _reschedule(self, node: Any) -> None:
+        """Let a worker know of one file beside that which it runs, or others may have no more."""
+        if self._pending_of(self.assigned_work[node]) < 2 or not self.workqueue:
+            super()._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
