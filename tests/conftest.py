@@ -52,7 +52,7 @@ CLUSTER_PART = 0.8
 """Of all other files; among these those of clusters are spread, as their tests wait most of the
 time: the tests beside them had better compute."""
 
-BUSY_SECONDS = 60.0
+BUSY_SECONDS = 120.0
 
 # Here, because pytest asks for the profile before it reads the tests.
 settings.register_profile("nightly", max_examples=6_000)
