@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
 
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.environment import set_process_variables
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
 from kvrelay.text import grammar_checker
-from tests.collected_in_turn import FileInTurn, Turn
+from tests import collected_in_turn
 from tests.pairwise import mark_what_pairs_leave_out
 
 set_process_variables()  # whichever test imports Ray first
@@ -58,6 +56,10 @@ BUSY_SECONDS = 120.0
 settings.register_profile("nightly", max_examples=6_000)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(collected_in_turn)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where only tests are asked for that are alone, files that have none are not imported."""
     if not config.option.markexpr.startswith("alone") or collection_path.suffix != ".py":
@@ -78,29 +80,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def reads_in_turn(config: pytest.Config) -> bool:
-    """Whether this is a worker of xdist's that is to run files, and no test by its name."""
-    by_name = config.option.keyword or config.getoption("lf", False)
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    return is_worker and not by_name and not any("::" in arg for arg in config.args)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> FileInTurn | None:
-    if not reads_in_turn(parent.config):
-        return None
-    file: FileInTurn = FileInTurn.from_parent(parent, path=module_path)
-    return file
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    if not isinstance(item, Turn):
-        return None
-    item.run(nextitem)
-    return True
 
 
 def pytest_unconfigure() -> None:
@@ -128,17 +107,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places[item.path])
 
 
-class OneRay(LoadFileScheduling):
+class OneRay(collected_in_turn.FilesInTurn):
     """One worker of pytest's has all files that need a Ray, which takes long to start."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         return "ray" if file.removeprefix("tests/") in WITH_RAY else file
-
-    def _reschedule(self, node: Any) -> None:
-        """Let a worker know of one file beside that which it runs, or others may have no more."""
-        if self._pending_of(self.assigned_work[node]) < 2 or not self.workqueue:
-            super()._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
