@@ -47,7 +47,7 @@ async def until_trimmed():
         trimmer.trim_soon()
         while rss() > before + (8 << 20):
             await asyncio.sleep(0.01)
-asyncio.run(asyncio.wait_for(until_trimmed(), 20))
+asyncio.run(asyncio.wait_for(until_trimmed(), 60))
 """
 
 
