@@ -252,7 +252,8 @@ GUIDELLM: Final = Environment.of("guidellm", needs_torch=True)
 LM_EVAL: Final = Environment.of("lm-eval", needs_torch=True)
 CLAUDE_CODE: Final = NodeEnvironment.of("claude-code")
 CODEX: Final = NodeEnvironment.of("codex")
-ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL, CLAUDE_CODE, CODEX)
+OPENAI_AGENTS: Final = Environment.of("openai-agents")
+ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL, CLAUDE_CODE, CODEX, OPENAI_AGENTS)
 GPU: Final = Environment.of_gpu()
 
 

@@ -124,8 +124,9 @@ async def test_an_output_that_is_cut(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, stream: bool
 ) -> None:
     async with served(config, tmp_path) as (cluster, client):
-        cluster.workers[0].on_submit = saying("I look.", tokenizer, LENGTH)
-        asked: Any = {"input": "hi", "max_output_tokens": 3, "model": ""}
+        text = 'I look.\n<tool_call>\n{"name": "wea'
+        cluster.workers[0].on_submit = saying(text, tokenizer, LENGTH)
+        asked: Any = {"input": "hi", "max_output_tokens": 3, "model": "", "tools": TOOLS}
         if stream:
             events, response = await streamed(client, **asked)
             assert events[-1].type == "response.incomplete"
