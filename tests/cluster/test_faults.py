@@ -99,7 +99,10 @@ async def test_aborts_among_others_leave_the_others_right(workers, number):
 
 
 async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(tiny: Path) -> None:
-    """The read ends when its request has long gone, and others have come."""
+    """The read ends when its request has long gone, and others have come.
+
+    sgl-project/sglang#33507, #30233.
+    """
     pages: dict[str, Any] = {"page_size": 4, "chunk_tokens": 16, "kv_memory": 170 * PAGE_BYTES}
     index = PrefixIndexKind.NONE
     async with in_process(tiny, faults=(), prefix_index=index, **pages) as workers:

@@ -346,17 +346,16 @@ def _own_grammar(
         in_text: whether calls may come, in other text.
     """
     form = dialect.tools
-    if form is None or (in_text and not form.openings):
+    if form is None:
         return None
     grammar = CallGrammar(schemas, most, tokens.unspelled_ids)
     try:
-        if in_text:
-            written = grammar.in_text(form.grammar, form.openings)
-        else:
-            written = grammar.lark(form.grammar(grammar))
+        calls = None if in_text else form.grammar(grammar)
+        written = form.grammar_in_text(grammar) if calls is None else grammar.lark(calls)
     except NoGrammarError:
         return None
-    return written if len(written.encode()) <= MAX_GRAMMAR_BYTES else None
+    is_short = written is not None and len(written.encode()) <= MAX_GRAMMAR_BYTES
+    return written if is_short else None
 
 
 def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

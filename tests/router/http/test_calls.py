@@ -274,6 +274,7 @@ async def test_requests_of_one_call_end_together(cluster: Cluster, http: httpx.A
 async def test_an_error_in_mid_stream_is_an_event(
     cluster: Cluster, http: httpx.AsyncClient
 ) -> None:
+    """vercel/ai#19165, earendil-works/pi#8460, hermes-agent#102766: no silent end."""
     cluster.decode.on_submit = None
     async with http.stream("POST", "/v1/completions", json={**PROMPT, "stream": True}) as answer:
         lines = answer.aiter_lines()

@@ -100,6 +100,7 @@ async def test_handshakes_at_the_same_time_make_room_among_the_idle(
 async def test_a_head_that_does_not_arrive(
     http_config: RouterConfig, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
+    """chimera#1222: others are served meanwhile."""
     monkeypatch.setattr(http_listener, "HEAD_SECONDS", 0.2)
     async with counting(http_config) as (cluster, http), connection(cluster) as (reader, writer):
         writer.write(sent)

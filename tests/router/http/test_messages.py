@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import RouterConfig
@@ -22,9 +25,10 @@ from kvrelay.router.errors import InvalidField
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
-from ..scripted_worker import ScriptedWorker, until
+from ..scripted_worker import RETRACTED, ScriptedWorker, emitted_by, until
 from .client import with_http
-from .test_tools import LENGTH, saying
+from .test_fuzz import JSON
+from .test_tools import EOS, LENGTH, saying
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -133,6 +137,35 @@ async def test_thinking_text_and_calls_streamed_and_whole(
         assert [names[0], *names[-2:]] == ["message_start", "message_delta", "message_stop"]
         assert names.count("content_block_start") == names.count("content_block_stop") == 4
         assert {"signature", "thinking", "input_json", "text"} <= set(names)
+
+
+async def test_a_message_is_the_same_if_it_is_computed_in_two_attempts(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(ANSWER, add_special_tokens=False).ids
+    async with served(config, tmp_path) as (cluster, client):
+        [worker] = cluster.workers
+        asked = {**ASKED, "tools": [WEATHER, TIME], "thinking": THINKS, "max_tokens": 200}
+        for cut in (3, len(ids) // 2, len(ids) - 3):
+
+            async def say(
+                worker: ScriptedWorker, submit: worker_pb2.SubmitRequest, cut: int = cut
+            ) -> None:
+                first = len(emitted_by(submit))
+                worker.say(submit, first, tuple(ids[first : None if first else cut]))
+                if first:
+                    ended = worker_pb2.RequestEnd(reason=1, matched_token_id=EOS)
+                    worker.say(submit, len(ids), (EOS,), end=ended)
+                else:
+                    worker.say(submit, cut, end=RETRACTED)
+
+            worker.on_submit = say
+            before = len(worker.submits)
+            async with client.messages.stream(**asked) as stream:
+                names = [event.type async for event in stream]
+                assert blocks_of(await stream.get_final_message()) == BLOCKS
+            assert names.count("message_start") == names.count("message_stop") == 1
+            assert len(worker.submits) == before + 2
 
 
 async def test_why_a_message_ends(
@@ -343,6 +376,7 @@ def test_a_conversation_becomes_a_chat() -> None:
     chat = chat_of(
         system=[text("a"), text("b")],
         messages=[
+            {"role": "system", "content": "c"},
             said(text("one"), {"type": "document", "source": plain, "title": "D"}),
             {"role": "user", "content": "two"},
             said(*turn, role="assistant"),
@@ -356,7 +390,7 @@ def test_a_conversation_becomes_a_chat() -> None:
     function = {"name": "weather", "arguments": {"city": "x"}}
     unread = "[an image or a file, which this model cannot read]"
     assert chat["messages"] == [
-        {"role": "system", "content": ["a", "b"]},
+        {"role": "system", "content": ["a", "b", "c"]},
         {"role": "user", "content": ["one", "D", "words", "two"]},
         {
             "role": "assistant",
@@ -374,6 +408,34 @@ def test_a_conversation_becomes_a_chat() -> None:
     assert chat["continue_final_message"] is True
     with pytest.raises(InvalidField, match="messages: must not end with a call"):
         chat_of(messages=[said(*turn, role="assistant")])
+
+
+BLOCKS_OF_ANY_KIND = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "document", "x"])},
+    optional={
+        name: JSON | st.just("x")
+        for name in ("text", "thinking", "id", "name", "input", "tool_use_id", "content", "source")
+    },
+)
+TURNS = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": JSON | st.lists(BLOCKS_OF_ANY_KIND, max_size=3),
+    }
+)
+MEMBERS = ("system", "tools", "tool_choice", "thinking", "output_config", "stop_sequences", "seed")
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(
+    turns=st.lists(TURNS, min_size=1, max_size=3),
+    other=st.dictionaries(st.sampled_from(MEMBERS), JSON, max_size=1),
+)
+def test_any_body_becomes_a_chat_or_is_refused(
+    turns: list[dict[str, Any]], other: dict[str, Any]
+) -> None:
+    with contextlib.suppress(InvalidField):
+        chat_of(messages=turns, **other)
 
 
 def test_parameters_become_those_of_a_chat() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import Final
 
 from kvrelay.text.output_parsers.call_blocks import Source, ToldCalls
-from kvrelay.text.output_parsers.call_grammar import CallGrammar
+from kvrelay.text.output_parsers.call_grammar import ANY_TEXT, CallGrammar
 from kvrelay.text.output_parsers.json_readers import read_arguments
 from kvrelay.text.output_parsers.marked_arguments import Schema
 from kvrelay.text.output_parsers.pieces import OutputPiece
@@ -162,12 +162,30 @@ class HarmonyParser:
             self._pieces.append(OutputPiece(content=text))
 
 
+def _header(name: str) -> str:
+    return f"{_CHANNEL}commentary to=functions.{name} <|constrain|>json{_MESSAGE}"
+
+
 def _grammar(grammar: CallGrammar) -> str:
     def call(name: str, schema: Schema) -> str:
-        header = f"{_CHANNEL}commentary to=functions.{name} <|constrain|>json{_MESSAGE}"
-        return grammar.sequence(grammar.text(header), grammar.json(schema))
+        return grammar.sequence(grammar.text(_header(name)), grammar.json(schema))
 
     return grammar.each(call)
+
+
+def _text_grammar(grammar: CallGrammar) -> str:
+    """Messages without recipients, the last of which may be a call."""
+
+    def call(name: str, schema: Schema) -> str:
+        other = f" to=functions.{name}{_CHANNEL}commentary <|constrain|>json{_MESSAGE}"
+        headers = [grammar.text(one) for one in (_header(name), other)]
+        return grammar.sequence(grammar.one_of(headers), grammar.json(schema))
+
+    channels = ("analysis", "commentary", "final")
+    header = grammar.one_of([grammar.text(f"{_CHANNEL}{one}{_MESSAGE}") for one in channels])
+    before = grammar.sequence(header, grammar.up_to(ANY_TEXT, f"<|end|>{_ANSWER}"))
+    said = grammar.sequence(header, ANY_TEXT)
+    return f"({before})* {grammar.one_of([said, grammar.each(call)])}"
 
 
 HARMONY: Final = ToolFormat(
@@ -175,4 +193,5 @@ HARMONY: Final = ToolFormat(
     lambda _schemas, is_whole: HarmonyParser(is_whole=is_whole),
     _grammar,
     lambda template: _CHANNEL in template,
+    text_grammar=_text_grammar,
 )

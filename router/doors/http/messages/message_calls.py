@@ -83,10 +83,10 @@ class MessageCalls:
             if body.model and body.model not in self._config.model_names:
                 raise UnknownModel(self._config.model_names, body.model)
             call = self._read(COUNT_PATH, body, members, exchange.body_bytes)
-        [prompt] = call.prompts
+        [prompt], [num_bytes] = call.prompts, call.prompt_bytes
         vocabulary = self._fleet.limits().vocab_size
         limits = RequestLimits(vocabulary, *[MAX_TEXT_TOKENS] * 3)
-        ids = await self._texts.threads.run(caller.turn, prompt.num_bytes, prompt.input_ids, limits)
+        ids = await self._texts.threads.run(caller.turn, num_bytes, prompt.input_ids, limits)
         await exchange.answer(json.dumps({"input_tokens": len(ids)}).encode())
 
     def _read(
