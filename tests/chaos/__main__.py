@@ -26,6 +26,7 @@ from tests.chaos.cells import (
     Cell,
     Memory,
     Setup,
+    Victim,
     matrix,
     session_matrix,
 )
@@ -80,6 +81,10 @@ async def _run(
                 f"{number}/{len(cells)} {cell}: {report.requests} requests, slowest "
                 f"{report.slowest:.1f} s, {report.seconds:.1f} s in all: {verdict}"
             )
+    of_routers = [report for cell, report in reports.items() if cell.victim is Victim.ROUTER]
+    if talks and of_routers and not any(report.adopted for report in of_routers):
+        # Of one router's only: what its sessions had may be gone from the workers, or about to end.
+        of_routers[-1].problems.append("no session was adopted by its digest")
     return reports
 
 
