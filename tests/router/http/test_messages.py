@@ -266,6 +266,17 @@ async def test_tokens_are_counted(
         del asked["max_tokens"]
         counted = await client.messages.count_tokens(**asked)
         assert counted.input_tokens == message.usage.input_tokens
+
+        async def say_cached(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+            worker.say(submit, 0, (65,), end=LENGTH, cached_tokens=4)
+
+        cluster.workers[0].on_submit = say_cached
+        for message in (
+            await client.messages.create(**{**asked, "max_tokens": 1}),
+            await streamed(client, **{**asked, "max_tokens": 1}),
+        ):
+            assert message.usage.cache_read_input_tokens == 4
+            assert message.usage.input_tokens == counted.input_tokens - 4
         long: Any = {"model": "", "messages": [{"role": "user", "content": "x " * 1000}]}
         assert (await client.messages.count_tokens(**long)).input_tokens > 512
 
