@@ -22,6 +22,7 @@ from kvrelay.router.doors.http.messages.message_bodies import MessagesRequest
 from kvrelay.router.doors.http.messages.message_chat import chat_members
 from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.errors import InvalidField
+from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
@@ -244,6 +245,19 @@ async def test_a_stream_is_pinged_until_it_begins_and_ends_with_its_client(
                 while (line := await anext(lines)) != "event: message_start":
                     assert line in ("", "event: ping", 'data: {"type": "ping"}')
             await until(lambda: bool(worker.cancels))
+
+
+async def test_a_message_that_is_aborted_by_its_calls_id(
+    config: RouterConfig, tmp_path: Path
+) -> None:
+    async with served(config, tmp_path) as (cluster, client):
+        [worker] = cluster.workers
+        worker.on_submit = None
+        asked = {**ASKED, "extra_headers": {"x-request-id": "mine"}}
+        call = asyncio.create_task(client.messages.create(**asked))
+        worker.say(await worker.submitted(), 0, (65,))
+        await cluster.stub.Abort(pb.AbortRequest(request_id="mine"))
+        assert (await call).stop_reason == "max_tokens"
 
 
 async def test_its_client_lists_the_models(config: RouterConfig, tmp_path: Path) -> None:
