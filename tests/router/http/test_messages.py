@@ -22,6 +22,7 @@ from kvrelay.router.doors.http.messages.message_bodies import MessagesRequest
 from kvrelay.router.doors.http.messages.message_chat import chat_members
 from kvrelay.router.doors.http.protocol import ChatCompletionRequest
 from kvrelay.router.errors import InvalidField
+from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
@@ -246,6 +247,19 @@ async def test_a_stream_is_pinged_until_it_begins_and_ends_with_its_client(
             await until(lambda: bool(worker.cancels))
 
 
+async def test_a_message_that_is_aborted_by_its_calls_id(
+    config: RouterConfig, tmp_path: Path
+) -> None:
+    async with served(config, tmp_path) as (cluster, client):
+        [worker] = cluster.workers
+        worker.on_submit = None
+        asked = {**ASKED, "extra_headers": {"x-request-id": "mine"}}
+        call = asyncio.create_task(client.messages.create(**asked))
+        worker.say(await worker.submitted(), 0, (65,))
+        await cluster.stub.Abort(pb.AbortRequest(request_id="mine"))
+        assert (await call).stop_reason == "max_tokens"
+
+
 async def test_its_client_lists_the_models(config: RouterConfig, tmp_path: Path) -> None:
     async with served(config, tmp_path) as (_, client):
         listed = [model async for model in client.models.list()]
@@ -267,6 +281,17 @@ async def test_tokens_are_counted(
         del asked["max_tokens"]
         counted = await client.messages.count_tokens(**asked)
         assert counted.input_tokens == message.usage.input_tokens
+
+        async def say_cached(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+            worker.say(submit, 0, (65,), end=LENGTH, cached_tokens=4)
+
+        cluster.workers[0].on_submit = say_cached
+        for message in (
+            await client.messages.create(**{**asked, "max_tokens": 1}),
+            await streamed(client, **{**asked, "max_tokens": 1}),
+        ):
+            assert message.usage.cache_read_input_tokens == 4
+            assert message.usage.input_tokens == counted.input_tokens - 4
         long: Any = {"model": "", "messages": [{"role": "user", "content": "x " * 1000}]}
         assert (await client.messages.count_tokens(**long)).input_tokens > 512
 

@@ -95,8 +95,6 @@ class _SpokenMessage:
         self._spoken = Spoken(parser, shown.new_call_id, shown.reasoning)
         self._is_shown = shown.output
         self._most_tokens = call.message.sampling_params.max_tokens
-        self._blank = ""
-        """Space that is told with the text that follows it in its block, and else not at all."""
 
     def _pieces(self, delta: Delta) -> list[OutputPiece]:
         """Return the pieces that are told, for the next tokens."""
@@ -126,9 +124,9 @@ class _SpokenMessage:
         [end] = completion.choices
         reason, sequence = "end_turn", None
         if end.finish_reason is not FinishReason.STOP or not self._is_shown:
-            reason = "max_tokens"
-            if self._is_shown and completion.completion_tokens < self._most_tokens:
-                reason = "model_context_window_exceeded"
+            has_room = self._is_shown and completion.completion_tokens < self._most_tokens
+            is_full = has_room and end.finish_reason is FinishReason.LENGTH
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif isinstance(end.matched_stop, str):
             reason, sequence = "stop_sequence", end.matched_stop
         elif self._spoken.has_calls:
@@ -185,12 +183,7 @@ class _MessageEvents(_SpokenMessage):
             return self._begin("thinking") + self._delta(
                 "thinking_delta", "thinking", piece.reasoning
             )
-        text = self._blank + piece.content
-        if self._open != "text" and not text.strip():
-            self._blank = text
-            return ""
-        self._blank = ""
-        return self._begin("text") + self._delta("text_delta", "text", text)
+        return self._begin("text") + self._delta("text_delta", "text", piece.content)
 
     def _begin(self, kind: str) -> str:
         """Return the events by which a block begins, unless it is open already."""
@@ -204,7 +197,7 @@ class _MessageEvents(_SpokenMessage):
 
     def _begin_block(self, kind: str, members: dict[str, Any]) -> str:
         closing = self._close()
-        self._number, self._open, self._blank = self._number + 1, kind, ""
+        self._number, self._open = self._number + 1, kind
         block = {"type": kind, **members}
         return closing + _event("content_block_start", index=self._number, content_block=block)
 
@@ -252,12 +245,8 @@ class _WholeMessage(_SpokenMessage):
         """Return the members of the message that the output decides."""
         [end] = completion.choices
         self._collected += self._last_pieces(end)
-        blocks = [block for block in _blocks_of(self._collected) if not _is_blank(block)]
-        return {
-            "content": blocks,
-            **self._stop(completion),
-            "usage": self._usage(completion),
-        }
+        content = _blocks_of(self._collected)
+        return {"content": content, **self._stop(completion), "usage": self._usage(completion)}
 
 
 def _blocks_of(pieces: Sequence[OutputPiece]) -> list[dict[str, Any]]:
@@ -281,10 +270,6 @@ def _blocks_of(pieces: Sequence[OutputPiece]) -> list[dict[str, Any]]:
         if block["type"] == "thinking":
             block["signature"] = SIGNATURE
     return blocks
-
-
-def _is_blank(block: dict[str, Any]) -> bool:
-    return block["type"] == "text" and not block["text"].strip()
 
 
 def _input_usage(prompt_tokens: int, cached_tokens: int = 0) -> dict[str, int]:
