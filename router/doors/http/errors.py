@@ -144,7 +144,23 @@ ERROR_SCHEMA: Final[Mapping[str, Any]] = {
     "required": ["error"],
     "additionalProperties": False,
 }
-"""The JSON schema of all error bodies."""
+"""The JSON schema of OpenAI's error bodies."""
+ANTHROPIC_ERROR_SCHEMA: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+            "additionalProperties": False,
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+    "required": ["type", "error", "request_id"],
+    "additionalProperties": False,
+}
+"""The JSON schema of Anthropic's."""
 
 
 def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:

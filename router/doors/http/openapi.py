@@ -10,7 +10,12 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from kvrelay.router.doors.http.errors import ERROR_SCHEMA, STATUSES
+from kvrelay.router.doors.http.errors import (
+    ANTHROPIC_ERROR_SCHEMA,
+    ERROR_SCHEMA,
+    STATUSES,
+    speaks_as_anthropic,
+)
 
 PATH: Final = "/openapi.json"
 JSON: Final = "application/json"
@@ -76,7 +81,11 @@ def document(operations: Sequence[Operation], *, has_tokens: bool) -> dict[str, 
         "info": {"title": "kvrelay", "version": version("kvrelay")},
         "paths": paths,
         "components": {
-            "schemas": {"Error": ERROR_SCHEMA, **definitions["$defs"]},
+            "schemas": {
+                "Error": ERROR_SCHEMA,
+                "AnthropicError": ANTHROPIC_ERROR_SCHEMA,
+                **definitions["$defs"],
+            },
             "securitySchemes": schemes,
         },
     }
@@ -84,7 +93,8 @@ def document(operations: Sequence[Operation], *, has_tokens: bool) -> dict[str, 
 
 def _operation(one: Operation) -> dict[str, Any]:
     content = {media: {"schema": _of_media(media)} for media in one.answers}
-    failed = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = "AnthropicError" if speaks_as_anthropic(one.path) else "Error"
+    failed = {JSON: {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     good: dict[str, Any] = {"description": "Served"}
     if content:
         good["content"] = content
