@@ -10,6 +10,7 @@ of its engine, which schedules and samples, too. vLLM runs without torch.compile
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -148,7 +149,7 @@ def time_vllm(vllm: Path, folder: Path, counts: list[int]) -> dict[int, float]:
     script = Path(__file__).with_name("vllm_steps.py")
     ran = subprocess.run(  # noqa: S603 (this package's)
         [vllm / "bin" / "python", script, folder, ",".join(map(str, counts))],
-        env={"LD_PRELOAD": str(vllm / "lib" / "libiomp5.so"), "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "LD_PRELOAD": str(vllm / "lib" / "libiomp5.so")},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

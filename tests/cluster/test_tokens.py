@@ -144,10 +144,13 @@ TINY = [
     ("mistral-window", 1, 1, 16),
     ("gemma3", 2, 2, 4),
     ("deepseek", 1, 1, 16),
+]
+WITH_EXPERTS = [
     ("qwen3-moe", 1, 1, 16),
     ("gpt-oss", 2, 2, 4),
     ("glm4-lite", 1, 1, 16),
 ]
+"""A model of each kind of pool: keys and values, the same with windows, latents."""
 QUICK = [
     ("mistral", 2, 2, 16),
     ("qwen2", 2, 2, 1),
@@ -164,6 +167,7 @@ QUICK = [
     [
         *((*shape, SOME) for shape in QUICK),
         *(pytest.param(*shape, ALL, marks=pytest.mark.slow) for shape in TINY),
+        *(pytest.param(*shape, SOME, marks=pytest.mark.slow) for shape in WITH_EXPERTS),
     ],
 )
 async def test_tiny_models_equal_transformers(
