@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from kvrelay.router.access.auth import bearer
+from kvrelay.router.admission import session_adoption
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire.history_digest import history_digest
@@ -109,8 +110,11 @@ async def test_what_nobody_has_is_not_found_and_who_is_silent_may_be_asked_again
 
 
 @pytest.mark.parametrize("is_found", [False, True])
-async def test_a_worker_that_leaves_while_it_is_asked(pairs: Cluster, is_found: bool) -> None:
+async def test_a_worker_that_leaves_while_it_is_asked(
+    pairs: Cluster, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its channel ends with its stream; the adoption goes by what the others say."""
+    monkeypatch.setattr(session_adoption, "_SECONDS", 3600.0)
     left, other = pairs.workers
     left.may_find.clear()
     other.may_find.clear()
@@ -120,7 +124,7 @@ async def test_a_worker_that_leaves_while_it_is_asked(pairs: Cluster, is_found: 
     pairs.discovery.replace([other.endpoint])
     await pairs.until_lost(left.endpoint.name)
     other.may_find.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         if is_found:
             assert (await asked).tokens == len(HISTORY)
         else:
@@ -196,10 +200,13 @@ async def test_a_turn_is_hashed_once_and_a_list_hashes_nothing(
     assert [length for length in hashed if length] == [5]
 
 
-async def test_a_silent_worker_does_not_keep_an_answer_back(pairs: Cluster) -> None:
+async def test_a_silent_worker_does_not_keep_an_answer_back(
+    pairs: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_adoption, "_SECONDS", 3600.0)
     pairs.workers[1].finds = None
     pairs.workers[0].finds = {"": HISTORY}
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(60):
         assert (await adopt(pairs)).tokens == 5
 
 
