@@ -136,8 +136,6 @@ class PromptQueue:
 
     def _count_known(self, request: PrefillRequest) -> int:
         """Count the tokens at a prompt's beginning that its decode worker need not lend."""
-        if not request.reusable_len:
-            return request.input_len
         known = request.input_ids[: request.reusable_len]
         return self._context.kv_cache.count_cached(known, request.namespace)
 

@@ -38,10 +38,7 @@ class Ask:
     """Ask for memory: the request is next to run, so its whole prompt is to be reserved."""
 
     known_tokens: int = 0
-    """Tokens at the prompt's beginning that the prefill side does not read.
-
-    It has them in its prefix index, or computes them in any case.
-    """
+    """Tokens at the prompt's beginning that the prefill side has: it would not read them."""
 
 
 @dataclass(frozen=True, slots=True)

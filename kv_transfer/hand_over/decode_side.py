@@ -49,7 +49,7 @@ class DecodeHandOver:
         self.first_tokens: tuple[FirstToken, ...] = ()
         """The first token of each output; empty until the last announcement."""
         self.known_tokens = 0
-        """The tokens at the prompt's beginning that the prefill side does not read; see `Ask`."""
+        """The tokens at the prompt's beginning that the prefill side has."""
         self.num_compared = 0
         """The number of pages whose checksums were sent to the prefill side."""
         self._choices = choices

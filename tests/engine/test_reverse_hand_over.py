@@ -409,7 +409,7 @@ def test_what_the_prefill_worker_has_is_not_lent() -> None:
 
 
 def test_a_prompt_that_is_scored_is_lent_nothing() -> None:
-    """The prefill worker computes all of it."""
+    """The prefill worker computes all of it, whatever the decode worker has."""
     simulation, conversation, prefill, decode = begun(is_session=False)
     prompt = [*conversation.tokens, *DELTA]
     simulation.submit_choices(1, prompt, 6, prompt_logprobs=1, place=(prefill, decode))
