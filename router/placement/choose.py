@@ -146,8 +146,8 @@ class Placer:
         """The tokens of the prompt that a decode worker has and a prefill worker has not.
 
         Returns:
-            Their number from the prompt's start on, and how many of them the prefill worker reads in
-            a second; 0: it is lent none.
+            Their number from the prompt's start on, and how many of them the prefill worker reads
+            in a second; 0: it is lent none.
         """
         if WorkerRole.PREFILL in demand.in_full_on:
             return 0, 0.0
