@@ -23,6 +23,8 @@ MAX_TOKEN_RULES: Final = 1024
 """The most entries of `stop_token_ids`, and of `logit_bias`."""
 MAX_ALTERNATIVES: Final = 1024
 """The most texts of a structured output's `choice`."""
+MAX_REASONING_TEXTS: Final = 16
+"""The most texts of each kind that `reasoning` may have, of `MAX_STOP_LENGTH` each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ LIMITS: Final[Mapping[str, Limits]] = {
     "ignore_eos": Limits(bool),
     "skip_special_tokens": Limits(bool),
     "speculate": Limits(bool),
+    "thinking_token_budget": Limits(int),
+    "stop_in_reasoning": Limits(bool),
 }
 """The parameters that are one number or one flag, in the order in which they are checked."""
 LOGIT_BIAS: Final = Limits(float, -100, 100)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from kvrelay.router.admission.prompt_input import BegunReasoning
 from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.v1 import inference_pb2
@@ -16,6 +17,7 @@ from kvrelay.wire.sampling_limits import (
     LIMITS,
     LOGIT_BIAS,
     MAX_ALTERNATIVES,
+    MAX_REASONING_TEXTS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_TOKEN_RULES,
@@ -52,6 +54,7 @@ def check_sampling_params(params: inference_pb2.SamplingParams, vocab_size: int)
     _check_token_rules(params, vocab_size)
     if params.HasField("structured_output"):
         _check_structured_output(params)
+    _check_reasoning(params)
 
 
 def _check_structured_output(params: inference_pb2.SamplingParams) -> None:
@@ -73,6 +76,29 @@ def _check_structured_output(params: inference_pb2.SamplingParams) -> None:
         raise InvalidField("ignore_eos", f"is not allowed with {field}, which ends by itself")
     if params.min_tokens:
         raise InvalidField("min_tokens", f"is not allowed with {field}, which ends by itself")
+
+
+def _check_reasoning(params: inference_pb2.SamplingParams) -> None:
+    field, reasoning = "reasoning", params.reasoning
+    if not params.HasField(field):
+        if params.HasField("thinking_token_budget"):
+            raise InvalidField("thinking_token_budget", f"is allowed with {field} alone")
+        return
+    for kind in ("begins", "ends", "ends_before"):
+        texts = getattr(reasoning, kind)
+        if len(texts) > MAX_REASONING_TEXTS:
+            problem = f"must have at most {MAX_REASONING_TEXTS} texts, got {len(texts)}"
+            raise InvalidField(f"{field}.{kind}", problem)
+        if not all(0 < len(text) <= MAX_STOP_LENGTH for text in texts):
+            problem = f"each text must have 1 to {MAX_STOP_LENGTH} characters"
+            raise InvalidField(f"{field}.{kind}", problem)
+    if not reasoning.ends:
+        raise InvalidField(f"{field}.ends", "is missing")
+    forced = reasoning.forced_end
+    if forced and not any(end in forced for end in reasoning.ends):
+        raise InvalidField(f"{field}.forced_end", "must have one of ends")
+    if len(forced) > MAX_STOP_LENGTH:
+        raise InvalidField(f"{field}.forced_end", f"must have at most {MAX_STOP_LENGTH} characters")
 
 
 def _check_stop_strings(params: inference_pb2.SamplingParams) -> None:
@@ -104,11 +130,18 @@ def _check_token_rules(params: inference_pb2.SamplingParams, vocab_size: int) ->
 
 
 def read_sampling_params(
-    params: inference_pb2.SamplingParams, max_tokens: int, seed: int
+    params: inference_pb2.SamplingParams,
+    max_tokens: int,
+    seed: int,
+    reasoning: BegunReasoning = BegunReasoning.AS_ASKED,
 ) -> GenerationParams:
     """The checked parameters, each with the client's value or its default.
 
-    `max_tokens` is already the client's value or the default; `seed` is the default seed.
+    Args:
+        params: the client's.
+        max_tokens: the client's value or the default.
+        seed: the default seed.
+        reasoning: where the prompt ends.
     """
     given = inference_pb2.SamplingParams()
     given.CopyFrom(params)
@@ -116,4 +149,9 @@ def read_sampling_params(
     given.top_k = 0 if params.top_k == _ALL_TOKENS else params.top_k
     if not params.HasField("seed"):
         given.seed = seed
+    if params.HasField("reasoning") and reasoning is BegunReasoning.BEGUN:
+        given.reasoning.begun = True
+    elif reasoning is BegunReasoning.OVER:
+        given.ClearField("reasoning")
+        given.ClearField("thinking_token_budget")
     return GENERATION_PARAMS.from_message(given)

@@ -37,7 +37,7 @@ class Validator:
     """A validator of requests for one model.
 
     Args:
-        model_name: the model's name for clients; a request that names no model is for it, too.
+        model_names: the model's names for clients; a request that names no model is for it, too.
         encode: tokenizes a prompt, with the tokenizer's special tokens.
         default_max_tokens: the operator's `max_tokens` of a request that sets none; less where
             less fits. None: what the endpoint says.
@@ -45,7 +45,7 @@ class Validator:
         marks_of: computes the marks of a prompt in a namespace; for any thread.
     """
 
-    model_name: str
+    model_names: Sequence[str]
     encode: Encode
     default_max_tokens: int | None
     seeds: Seeds
@@ -116,7 +116,7 @@ class Validator:
                 RequestKey("", request_id, 0),
                 (),
                 len(input_ids),
-                read_sampling_params(params, max_tokens, seed),
+                read_sampling_params(params, max_tokens, seed, prompt.reasoning),
                 priority=message.priority,
                 namespace=namespace,
                 open_ended=open_ended,
@@ -135,8 +135,8 @@ class Validator:
         _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
         if not 0 <= message.retain_seconds <= MAX_RETAIN_SECONDS:
             raise InvalidField("retain_seconds", f"must be from 0 to {MAX_RETAIN_SECONDS}")
-        if message.model not in ("", self.model_name):
-            raise UnknownModel(self.model_name, message.model)
+        if message.model and message.model not in self.model_names:
+            raise UnknownModel(self.model_names, message.model)
 
 
 def _check_bytes(field: str, text: str, most: int) -> None:
