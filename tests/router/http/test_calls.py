@@ -161,8 +161,10 @@ async def test_what_is_to_be_retained_is_told_to_both_workers(
     cluster: Cluster, http: httpx.AsyncClient, fields: dict[str, Any], seconds: float
 ) -> None:
     (await http.post("/v1/chat/completions", json={**CHAT, **fields})).raise_for_status()
-    told = [worker.submits[0].retain_seconds for worker in cluster.workers]
-    assert told == [seconds, seconds]
+    of_responses = {"input": "hi", "max_output_tokens": 4, **fields}
+    (await http.post("/v1/responses", json=of_responses)).raise_for_status()
+    told = [one.retain_seconds for worker in cluster.workers for one in worker.submits]
+    assert told == [seconds] * 4
 
 
 @pytest.mark.parametrize(
