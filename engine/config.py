@@ -198,6 +198,16 @@ class WorkerOptions(ObservingOptions):
         "radix tree, none frees it when its request ends.",
         Section.MEMORY,
     )
+    retention_share: float = option(
+        0.5,
+        "The part of a worker's KV that requests may have retained (`retain_seconds`): other "
+        "cached KV is evicted first. Tenants that retain something have equal parts of it. Nothing "
+        "is pinned: what is retained makes room, too, before a request has to wait. 0: nothing is "
+        "retained.",
+        Section.MEMORY,
+        at_least=0,
+        at_most=1,
+    )
     kv_events: bool = option(
         False,
         "Each worker publishes which pages its prefix index stores and removes, in vLLM's form "

@@ -173,6 +173,13 @@ class KVCacheManager:
         self.allocator.unlock(lock)
         return lock.pages
 
+    def retain(self, token_ids: TokenIds, seconds: float, namespace: str = "") -> None:
+        """Evict the cached pages of `token_ids` after others, for so many seconds; see `Retention`.
+
+        They are promised to nobody, and make room for every request as before.
+        """
+        self.index.retain(token_ids, seconds, namespace)
+
     def forget(self, lease: Lease, token_ids: TokenIds) -> None:
         """Make the pages of `token_ids` that a lease has published, and continuations, unfindable.
 

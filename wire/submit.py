@@ -245,6 +245,8 @@ class SubmitRequest:
     """The attempt's span as a W3C traceparent, if the request is traced."""
     open_ended: bool = False
     """Whether `max_tokens` is only the room that was left, as the client has set none."""
+    retain_seconds: float = 0.0
+    """Seconds after its end for which its cached pages are evicted after others; 0: none."""
 
     @property
     def choices(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,10 @@ RequestT = TypeVar("RequestT", bound=Request)
 
 _REUSE_FADES = 1 - 1 / 64
 """The factor by which each input lowers the largest share of an input that the prefix index had."""
+
+
+_RETAINED: Final = {Outcome.FINISHED, Outcome.HANDED_OVER}
+"""The outcomes after which a request's pages are retained, if it has asked so."""
 
 
 class SchedulerContext(Generic[RequestT]):
@@ -315,6 +319,9 @@ class SchedulerContext(Generic[RequestT]):
         ):
             why = released if outcome is Outcome.FINISHED else outcome
             self.metrics.count(RELEASES, outcome=why.value)
+            seconds = request.command.submission.retain_seconds
+            if seconds and released in _RETAINED:
+                self.kv_cache.retain(tokens, seconds, request.namespace)
 
     def measure_load(
         self,

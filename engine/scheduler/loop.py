@@ -257,6 +257,7 @@ class Engine(Generic[RequestT, MessageT]):
     def _count_load(self, now: float) -> WorkerLoad:
         """Count the load, and publish it with the memory's state."""
         self._load_counted_at = now
+        self._context.metrics.retained_tokens = self._context.kv_cache.index.retained_tokens()
         load, kv_cache, tier = (
             self._scheduler.load(),
             self._context.kv_cache,

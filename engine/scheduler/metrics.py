@@ -193,6 +193,12 @@ PREFIX_EVICTED_PAGES: Final = METRICS.collected(
     "kvrelay_prefix_evicted_pages_total",
     "Pages that the prefix index evicted to make room",
 )
+RETAINED_TOKENS: Final = METRICS.collected(
+    MetricType.GAUGE,
+    "kvrelay_retained_tokens",
+    "Cached tokens that are evicted after all others, because requests have asked so "
+    "(retain_seconds), as of the worker's last step",
+)
 PREFIX_DUPLICATE_PAGES: Final = METRICS.collected(
     MetricType.COUNTER,
     "kvrelay_prefix_duplicate_pages_total",
@@ -323,6 +329,8 @@ class WorkerMetrics(Instruments, Collector):
         self._tiers: Mapping[str, TierCounts] = {}
         self.history_tokens = 0
         """Tokens that the histories of sessions take."""
+        self.retained_tokens = 0
+        """Tokens of the prefix index that are retained."""
         self.pinned_bytes = 0
         """Pinned bytes of the host tier."""
         self.product_ways: Mapping[str, str] = {}
@@ -422,6 +430,7 @@ class WorkerMetrics(Instruments, Collector):
         yield PREFIX_HIT_TOKENS, cache.hit_tokens
         yield PREFIX_EVICTED_PAGES, cache.evicted_pages
         yield PREFIX_DUPLICATE_PAGES, cache.duplicate_pages
+        yield RETAINED_TOKENS, self.retained_tokens
         for name, tier in self._tiers.items():
             yield from _tier_values(name, tier)
         yield PINNED_BYTES, self.pinned_bytes

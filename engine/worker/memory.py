@@ -26,6 +26,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.mem_cache.prefix.prefix_index import PrefixIndex
 from kvrelay.mem_cache.prefix.prefix_log import PageListener, PrefixLog
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.retention import Retention
 from kvrelay.mem_cache.shape import PoolShape, window_pages
 from kvrelay.mem_cache.storage.storage_files import FileStore
 from kvrelay.mem_cache.storage.storage_format import StorageFormat
@@ -231,20 +232,23 @@ def make_kv_cache(
         total_rows=config.max_running,
         max_row_tokens=max_model_len,
         ahead=tokens_ahead(config),
-        index=_make_index(config, [pool.geometry.window for pool in pools], model, listener),
+        index=_make_index(config, pools, model, listener),
     )
 
 
 def _make_index(
     config: WorkerConfig,
-    windows: Sequence[int | None],
+    pools: Sequence[KVPool],
     model: ModelDigest,
     listener: PageListener | None,
 ) -> PrefixIndex | None:
     match config.prefix_index:
         case PrefixIndexKind.RADIX:
             log = PrefixLog(PageHashes(model, config.page_size), listener=listener)
-            return RadixTree(config.page_size, windows, log=log)
+            windows = [pool.geometry.window for pool in pools]
+            most_tokens = int(pools[0].total_pages * config.page_size * config.retention_share)
+            retention = Retention(most_tokens)
+            return RadixTree(config.page_size, windows, retention=retention, log=log)
         case PrefixIndexKind.NONE:
             return None
 

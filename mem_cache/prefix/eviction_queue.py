@@ -99,14 +99,21 @@ class EvictionQueue:
         node.queued[self._pool] = True
         heapq.heappush(self._queue, (node.used, next(self._tie), node))
 
-    def pop(self) -> RadixNode:
-        """Take the least recently used node that may be evicted; there must be one."""
-        while True:
+    def pop(self) -> RadixNode | None:
+        """Take the least recently used node that may be evicted and is not retained.
+
+        A retained node is queued again by `push`, when its retention has ended. Returns None if
+        there is no other.
+        """
+        while self._queue:
             used, _, node = heapq.heappop(self._queue)
             node.queued[self._pool] = False
+            if node.retained_until:
+                continue
             if used == node.used and self.is_evictable(node):
                 return node
             self.push(node)
+        return None
 
     def _forget_removed(self) -> None:
         """Drop the entries of nodes that no longer belong to the tree."""

@@ -78,6 +78,13 @@ class NoPrefixIndex:
         """See `PrefixIndex`."""
         return self._shared.evict(pool, num_pages)
 
+    def retain(self, token_ids: TokenIds, seconds: float, namespace: str = "") -> None:
+        """Do nothing: no pages are kept."""
+
+    def retained_tokens(self) -> int:
+        """Return 0."""
+        return 0
+
     def evictable(self, pool: int) -> int:
         """Count the shared pages that no window sees any more."""
         return self._shared.evictable(pool)

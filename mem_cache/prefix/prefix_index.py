@@ -131,6 +131,17 @@ class PrefixIndex(Protocol):
         """
         ...
 
+    def retain(self, token_ids: TokenIds, seconds: float, namespace: str = "") -> None:
+        """Evict what is known of `token_ids` after all that is not retained, for so many seconds.
+
+        That holds within the bounds of its tenant; see `Retention`.
+        """
+        ...
+
+    def retained_tokens(self) -> int:
+        """Count the tokens that are retained now, of all tenants."""
+        ...
+
     def evictable(self, pool: int) -> int:
         """Count the pages of a pool that `evict` could let go of now. O(1)."""
         ...

@@ -12,6 +12,7 @@ from kvrelay.mem_cache.prefix.eviction_queue import EvictionQueue
 from kvrelay.mem_cache.prefix.prefix_index import TokenIds
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
+from kvrelay.mem_cache.prefix.retention import Retention
 
 
 class RadixForest:
@@ -22,6 +23,7 @@ class RadixForest:
         queues: for each pool the queue to which evictable nodes are added.
         every_pool_has_window: whether locks may begin anywhere in every pool.
         long_row: the number of nodes without branches from which a row is joined.
+        retention: hears which nodes are split, joined and removed.
         log: hears which nodes are found; None: there is none.
     """
 
@@ -32,12 +34,14 @@ class RadixForest:
         *,
         every_pool_has_window: bool,
         long_row: int,
+        retention: Retention,
         log: PrefixLog | None = None,
     ) -> None:
         self._page_size = page_size
         self._queues = queues
         self._every_pool_has_window = every_pool_has_window
         self._long_row = long_row
+        self._retention = retention
         self._log = log
         self._tops: dict[str, RadixNode] = {}
         self._clock = count(1)
@@ -104,6 +108,7 @@ class RadixForest:
     def split(self, node: RadixNode, at: int) -> RadixNode:
         """Cut `node` after `at` of its tokens; it stays the lower half. Returns the upper one."""
         upper = node.split(at, self._page_size)
+        self._retention.split(upper)
         for queue in self._queues:
             queue.push(upper)
         return upper
@@ -123,6 +128,7 @@ class RadixForest:
         if len(row) < self._long_row:
             return
         row[-1].absorb(row[:-1])
+        self._retention.join(len(row) - 1, row[-1])
         for queue in self._queues:
             queue.push(row[-1])
 
@@ -152,6 +158,11 @@ class RadixForest:
         """Make a node and all below it unfindable; locks on them are ended as usual."""
         if self._log is not None:
             self._log.remove(list(_subtree(node)))
+        for below in _subtree(node):
+            if below.retained_until:
+                self._retention.drop(below)
+                for queue in self._queues:
+                    queue.push(below)
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -165,6 +176,7 @@ class RadixForest:
         assert parent is not None
         if self._log is not None:
             self._log.remove([leaf])
+        self._retention.drop(leaf)
         del parent.children[leaf.key]
         leaf.parent = None
         if parent.parent is None and not parent.children:

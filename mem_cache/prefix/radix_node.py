@@ -36,6 +36,8 @@ class RadixNode:
         "pages",
         "parent",
         "queued",
+        "retained_by",
+        "retained_until",
         "tokens",
         "used",
     )
@@ -63,6 +65,11 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}
         self.used = 0
         """The number of its last match, by the tree's count of matches."""
+        self.retained_until = 0.0
+        """The moment, by the `Retention`'s clock, up to which others are evicted first; 0: it is
+        not retained."""
+        self.retained_by = ""
+        """The tenant that retains it, if it is retained."""
         self.queued = [False] * len(pages)
         """For each pool whether it is in the `EvictionQueue`."""
 
@@ -96,6 +103,7 @@ class RadixNode:
         upper_pages = [None if pages is None else pages[:cut] for pages in self.pages]
         upper = RadixNode(parent, self.key, self.tokens[:at], upper_pages, self.locks.copy())
         upper.used = self.used
+        upper.retained_until, upper.retained_by = self.retained_until, self.retained_by
         upper.hashes, self.hashes = self.hashes[: cut * HASH_BYTES], self.hashes[cut * HASH_BYTES :]
         parent.children[self.key] = upper
         self.pages = [None if pages is None else pages[cut:] for pages in self.pages]
@@ -106,6 +114,8 @@ class RadixNode:
 
     def can_join(self, child: RadixNode, every_pool_has_window: bool) -> bool:
         """Whether no branch, no lock and no pages end or begin between this node and its child.
+
+        Nor does a retention.
 
         In each pool both must have pages, or neither, and both must have the same number of locks.
         Equal numbers could still be different locks: one that ends with this node, and one that
@@ -118,6 +128,8 @@ class RadixNode:
         if len(self.children) > 1 or self.locks != child.locks:
             return False
         if every_pool_has_window and any(self.locks):
+            return False
+        if (self.retained_until, self.retained_by) != (child.retained_until, child.retained_by):
             return False
         both = zip(self.pages, child.pages, strict=True)
         return all((own is None) == (below is None) for own, below in both)

@@ -7,7 +7,8 @@ The idea is SGLang's RadixAttention (Zheng et al., 2024), with its variant for s
 node may have lost its pages of a window pool, but an unlocked leaf may not. A prefix can be
 continued from where the tokens that its next token sees are there.
 
-Pages that are locked stay. The others are evictable, least recently used first. A pool without a
+Pages that are locked stay. The others are evictable, least recently used first, and those that are
+retained (`retention.py`) after the others. A pool without a
 window is evicted leaf by leaf, a window pool node by node. A leaf that would lose its window's
 pages is removed with all of its pages.
 
@@ -19,7 +20,7 @@ at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ from kvrelay.mem_cache.prefix.prefix_index import Inserted, PrefixChanges, Prefi
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_forest import RadixForest
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
+from kvrelay.mem_cache.prefix.retention import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class RadixTree:
         page_size: tokens a page.
         windows: for each pool the tokens that its layers look back; None: all.
         long_row: the number of nodes without branches from which a row is joined.
+        retention: orders what is evicted last; None: nothing is retained.
         log: collects which pages are found, and which no longer; None: there is none.
     """
 
@@ -62,6 +65,7 @@ class RadixTree:
         windows: Sequence[int | None],
         *,
         long_row: int = 8,
+        retention: Retention | None = None,
         log: PrefixLog | None = None,
     ) -> None:
         self._page_size = page_size
@@ -71,11 +75,13 @@ class RadixTree:
         self._queues = [
             EvictionQueue(pool, windowed=window is not None) for pool, window in enumerate(windows)
         ]
+        self._retention = retention = retention or Retention(0)
         self._forest = RadixForest(
             page_size,
             self._queues,
             every_pool_has_window=None not in windows,
             long_row=long_row,
+            retention=retention,
             log=log,
         )
         self.log = self._log = log
@@ -159,13 +165,32 @@ class RadixTree:
         evicted: list[list[Pages]] = [[] for _ in self._pools]
         queue = self._queues[pool]
         left = max(0, queue.evictable - num_pages)
+        self._queue_again(self._retention.end_due())
         while queue.evictable > left:
             node = queue.pop()
-            if node.children or any(node.locks):
+            if node is None:
+                self._queue_again([self._retention.give_up()])
+            elif node.children or any(node.locks):
                 evicted[pool].append(queue.drop_pages(node))
             else:
                 self._remove_leaf(node, evicted)
         return _joined(evicted)
+
+    def _queue_again(self, nodes: Iterable[RadixNode]) -> None:
+        """Queue nodes whose retention has ended."""
+        for node in nodes:
+            for queue in self._queues:
+                queue.push(node)
+
+    def retain(self, token_ids: TokenIds, seconds: float, namespace: str = "") -> None:
+        """See `PrefixIndex`."""
+        node, _ = self._forest.descend(self._forest.top(namespace), token_ids)
+        self._retention.retain(node, namespace.partition("/")[0], seconds)
+
+    def retained_tokens(self) -> int:
+        """See `PrefixIndex`."""
+        self._queue_again(self._retention.end_due())
+        return self._retention.tokens
 
     def evictable(self, pool: int) -> int:
         """See `PrefixIndex`."""
@@ -195,6 +220,7 @@ class RadixTree:
                 here = node.present(pool)
                 pages[pool].append(here)
                 evictable[pool] += 0 if node.locks[pool] else len(here)
+        self._retention.audit(self._forest.nodes())
         counted = [queue.evictable for queue in self._queues]
         if evictable != counted:
             raise ConservationError(f"evictable {counted}, in truth {evictable}")

@@ -29,6 +29,7 @@ from kvrelay.wire.submit import RequestKey, SubmitRequest
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CACHE_SALT_BYTES = 128
+MAX_RETAIN_SECONDS = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class Validator:
                 priority=message.priority,
                 namespace=namespace,
                 open_ended=open_ended,
+                retain_seconds=message.retain_seconds,
             ),
             fingerprint=fingerprint(message),
             input_ids=input_ids,
@@ -131,6 +133,8 @@ class Validator:
         """Check the request id, the salt and the model."""
         _check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
         _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
+        if not 0 <= message.retain_seconds <= MAX_RETAIN_SECONDS:
+            raise InvalidField("retain_seconds", f"must be from 0 to {MAX_RETAIN_SECONDS}")
         if message.model and message.model not in self.model_names:
             raise UnknownModel(self.model_names, message.model)
 

@@ -130,6 +130,7 @@ EVERYTHING: dict[str, Any] = {
     "max_unread_bytes": 17,
     "read_timeout": 8.5,
     "prefix_wait": 9.5,
+    "retention_share": 0.75,
     "deadline_margin": 2.5,
     "itl_target": 40.5,
     "ttft_target": 900.5,

@@ -100,7 +100,7 @@ class SessionState(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., tokens: _Optional[int] = ..., turns: _Optional[int] = ..., running: bool = ..., waiting_turns: _Optional[int] = ..., idle_seconds: _Optional[float] = ..., idle_timeout_seconds: _Optional[float] = ..., worker: _Optional[str] = ..., kept_tokens: _Optional[int] = ..., history_digest: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "input_ids", "sampling_params", "priority", "model", "cache_salt", "session_id", "rewind_to", "queue_turn")
+    __slots__ = ("request_id", "text", "input_ids", "sampling_params", "priority", "model", "cache_salt", "session_id", "rewind_to", "queue_turn", "retain_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REWIND_TO_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TURN_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     input_ids: TokenIds
@@ -121,7 +122,8 @@ class GenerateRequest(_message.Message):
     session_id: str
     rewind_to: int
     queue_turn: bool
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., rewind_to: _Optional[int] = ..., queue_turn: bool = ...) -> None: ...
+    retain_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., rewind_to: _Optional[int] = ..., queue_turn: bool = ..., retain_seconds: _Optional[float] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -79,7 +79,7 @@ class AttachHello(_message.Message):
     def __init__(self, router: _Optional[str] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone", "cached_tokens", "session", "traceparent", "open_ended")
+    __slots__ = ("request_id", "attempt", "input_ids", "sampling_params", "priority", "prefill", "num_prompt_tokens", "first_choice", "age_seconds", "namespace", "alone", "cached_tokens", "session", "traceparent", "open_ended", "retain_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class SubmitRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     OPEN_ENDED_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -110,7 +111,8 @@ class SubmitRequest(_message.Message):
     session: KeptSession
     traceparent: str
     open_ended: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ..., cached_tokens: _Optional[int] = ..., session: _Optional[_Union[KeptSession, _Mapping]] = ..., traceparent: _Optional[str] = ..., open_ended: bool = ...) -> None: ...
+    retain_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill: _Optional[_Union[PeerWorker, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., first_choice: _Optional[int] = ..., age_seconds: _Optional[float] = ..., namespace: _Optional[str] = ..., alone: bool = ..., cached_tokens: _Optional[int] = ..., session: _Optional[_Union[KeptSession, _Mapping]] = ..., traceparent: _Optional[str] = ..., open_ended: bool = ..., retain_seconds: _Optional[float] = ...) -> None: ...
 
 class KeptSession(_message.Message):
     __slots__ = ("session", "most_kept_tokens", "owner")

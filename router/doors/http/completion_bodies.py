@@ -22,6 +22,7 @@ from kvrelay.router.doors.http.protocol import (
     CompletionRequest,
     GenerationFields,
     SessionRequest,
+    retain_seconds_of,
 )
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.requests.live_limits import FIELD
@@ -220,6 +221,7 @@ def _make_call(
         priority=body.priority,
         model=body.model,
         cache_salt=body.cache_salt,
+        retain_seconds=retain_seconds_of(body),
     )
     return Call(message, prompts, prompt_bytes, stream, include_usage, shown)
 

@@ -119,6 +119,18 @@ class StructuredOutputsParams(RequestBody):
     structural_tag: JsonSchema | None = None
 
 
+class CacheControl(OpenObject):
+    """How long a prompt's KV is of use, as Anthropic and Dynamo have it."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Annotated[str, Field(pattern=r"^[0-9]{1,4}[smh]$")] = "5m"
+
+    @property
+    def seconds(self) -> int:
+        """The time in seconds."""
+        return int(self.ttl[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.ttl[-1]]
+
+
 class GenerationFields(SamplingFields):
     """The members that the bodies of both endpoints for generation have."""
 
@@ -136,6 +148,10 @@ class GenerationFields(SamplingFields):
     guided_choice: Strings | None = None
     priority: Int32 | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    retain_seconds: Float32 | None = None
+    cache_control: CacheControl | None = None
+    prompt_cache_retention: Any = None
+    """Only "24h" has a meaning."""
     session_id: Any = None
     """An open session's id; clients of other servers send what they like."""
 
@@ -149,7 +165,6 @@ class GenerationFields(SamplingFields):
     request_id: Any = None
     store: Any = None
     verbosity: Any = None
-    prompt_cache_retention: Any = None
 
     # Served with the values alone at which they have no effect.
     allowed_token_ids: Annotated[Any, Only([])] = None
@@ -158,6 +173,15 @@ class GenerationFields(SamplingFields):
     length_penalty: Annotated[Any, Only(1)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
     use_beam_search: Annotated[Any, Only(False)] = None
+
+
+def retain_seconds_of(body: GenerationFields) -> float | None:
+    """How long the call's KV is to be retained; the first of its fields that says so counts."""
+    if body.retain_seconds is not None:
+        return body.retain_seconds
+    if body.cache_control is not None:
+        return body.cache_control.seconds
+    return 24 * 3600 if body.prompt_cache_retention == "24h" else None
 
 
 class CompletionRequest(GenerationFields):

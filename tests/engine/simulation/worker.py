@@ -33,6 +33,7 @@ from kvrelay.mem_cache.host.tier_speed import TierSpeed
 from kvrelay.mem_cache.kv_cache_manager import KVCacheManager
 from kvrelay.mem_cache.prefix.prefix_log import PrefixLog
 from kvrelay.mem_cache.prefix.radix_tree import RadixTree
+from kvrelay.mem_cache.prefix.retention import Retention
 from kvrelay.mem_cache.shape import PoolShape, window_pages
 from kvrelay.mem_cache.storage.storage_pages import PageStore, StoreState
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
@@ -173,13 +174,15 @@ class SimWorker:
             return model, make_kv_cache(self.config, model.pools, self.most_tokens)
         ahead, log = tokens_ahead(self.config), PrefixLog(PageHashes(NO_MODEL, self.page_size))
         shapes = [self._shape(window, ahead) for window in self.windows]
+        retention = Retention(self.pages * self.page_size // 2)
+        index = RadixTree(self.page_size, self.windows, retention=retention, log=log)
         kv_cache = KVCacheManager(
             shapes,
             page_size=self.page_size,
             total_rows=self.rows,
             max_row_tokens=self.most_tokens,
             ahead=ahead,
-            index=RadixTree(self.page_size, self.windows, log=log) if self.cached else None,
+            index=index if self.cached else None,
             # Nobody ever gives a copy up for being late: a run must be reproducible.
             clock=time.monotonic if not self.host_pages else lambda: 0.0,
         )

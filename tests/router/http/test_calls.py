@@ -148,6 +148,41 @@ async def test_the_parameters_come_to_the_workers(
 
 
 @pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({"cache_control": {"type": "ephemeral"}}, 300),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, 3600),
+        ({"prompt_cache_retention": "24h"}, 24 * 3600),
+        ({"prompt_cache_retention": "in-memory"}, 0),
+        ({"retain_seconds": 7.5, "cache_control": {"ttl": "5m"}}, 7.5),
+    ],
+)
+async def test_what_is_to_be_retained_is_told_to_both_workers(
+    cluster: Cluster, http: httpx.AsyncClient, fields: dict[str, Any], seconds: float
+) -> None:
+    (await http.post("/v1/chat/completions", json={**CHAT, **fields})).raise_for_status()
+    of_responses = {"input": "hi", "max_output_tokens": 4, **fields}
+    (await http.post("/v1/responses", json=of_responses)).raise_for_status()
+    told = [one.retain_seconds for worker in cluster.workers for one in worker.submits]
+    assert told == [seconds] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"retain_seconds": -1}, "retain_seconds"),
+        ({"retain_seconds": 86401}, "retain_seconds"),
+        ({"cache_control": {"ttl": "forever"}}, "cache_control.ttl"),
+    ],
+)
+async def test_a_retention_that_is_none_is_refused(
+    shared_http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    answer = await shared_http.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"store": True, "verbosity": "low", "prompt_cache_retention": "24h"},

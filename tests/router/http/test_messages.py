@@ -27,7 +27,7 @@ from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster, running
 from ..scripted_worker import RETRACTED, ScriptedWorker, emitted_by, until
-from .client import with_http
+from .client import counting, with_http
 from .test_fuzz import JSON
 from .test_tools import EOS, LENGTH, saying
 
@@ -228,6 +228,28 @@ async def test_what_has_no_meaning_is_left_out(
             assert len(logged) == 1, what
         line = 'kvrelay_http_left_out_total{model="counter",path="/v1/messages",what="fields.'
         assert await cluster.metric(line + 'context_management"}') == 2
+
+
+@pytest.mark.parametrize(
+    ("of_system", "of_turn", "seconds"),
+    [(None, None, 0), ({"type": "ephemeral"}, None, 300), ({}, {"ttl": "1h"}, 3600)],
+)
+async def test_marks_for_the_cache_say_how_long_it_is_retained(
+    http_config: RouterConfig,
+    of_system: dict[str, str] | None,
+    of_turn: dict[str, str] | None,
+    seconds: float,
+) -> None:
+    """The longest counts, wherever it is."""
+    said = []
+    for text, mark in (("Be short.", of_system), ("Hi.", of_turn)):
+        marked = {} if mark is None else {"cache_control": {"type": "ephemeral", **mark}}
+        said.append([{"type": "text", "text": text, **marked}])
+    turn = {"role": "user", "content": said[1]}
+    async with counting(http_config) as (cluster, http):
+        body = {"max_tokens": 4, "system": said[0], "messages": [turn]}
+        (await http.post("/v1/messages", json=body, timeout=60)).raise_for_status()
+        assert cluster.prefill.submits[0].retain_seconds == seconds
 
 
 async def test_a_stream_is_pinged_until_it_begins_and_ends_with_its_client(

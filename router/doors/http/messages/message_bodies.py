@@ -80,10 +80,11 @@ class CountTokensRequest(OpenObject):
     output_format: OutputFormat | None = None
     chat_template_kwargs: Object | None = None
 
+    cache_control: Any = None
+
     # Without meaning for this server.
     metadata: Any = None
     service_tier: Any = None
-    cache_control: Any = None
 
 
 class MessagesRequest(CountTokensRequest):

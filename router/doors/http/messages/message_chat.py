@@ -76,7 +76,20 @@ def chat_members(body: CountTokensRequest, left_out: list[str]) -> dict[str, Any
     if isinstance(body, MessagesRequest):
         members |= {name: getattr(body, name) for name in _OWN}
         members |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
+        members["cache_control"] = _retention(body)
     return members
+
+
+def _retention(body: MessagesRequest) -> dict[str, Any] | None:
+    """Return the mark for the cache that lasts longest, wherever it is; None: there is none."""
+    contents = [body.system, *(message.content for message in body.messages)]
+    blocks = [block for one in contents if not isinstance(one, str) for block in one or ()]
+    hints = [body.cache_control, *(block.get("cache_control") for block in blocks)]
+    marks = [one for one in hints if isinstance(one, dict) and one.get("type") == "ephemeral"]
+    if not marks:
+        return None
+    longest = any(mark.get("ttl") == "1h" for mark in marks)
+    return {"type": "ephemeral", "ttl": "1h" if longest else "5m"}
 
 
 def _thinking(thinking: ThinkingConfig | None) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class ResponsesRequest(OpenObject):
     top_p: Float32 | None = None
     metadata: Object | None = None
     stream: bool | None = None
+    prompt_cache_retention: Any = None
 
     # Only without a memory of earlier calls.
     store: Annotated[Any, Only(False)] = None
@@ -68,7 +69,6 @@ class ResponsesRequest(OpenObject):
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
     service_tier: Any = None
     truncation: Any = None
     client_metadata: Any = None

@@ -32,7 +32,9 @@ _NOT_OF_A_CHAT: Final = frozenset(
     }
 )
 """The members of a chat that no Responses body has: those with words of their own, or answers."""
-_ALIKE: Final = ("model", "parallel_tool_calls", "temperature", "top_p", "stream")
+_ALIKE: Final = (
+    "model", "parallel_tool_calls", "temperature", "top_p", "stream", "prompt_cache_retention"
+)  # fmt: skip
 """The members that mean the same in a chat."""
 _TOLD_AS: Final = {
     "messages": "input",
