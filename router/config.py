@@ -175,6 +175,14 @@ class RouterOptions(ObservingOptions):
         "A Jinja file that makes a prompt of a conversation, in place of the model's own template.",
         Section.MODEL,
     )
+    generation_config: str = option(
+        "auto",
+        "Where the sampling parameters come from that a request does not set: auto takes those of "
+        "the model's generation_config.json, a folder those of the file in it, and none leaves the "
+        "router's own. Its max_new_tokens bounds all outputs.",
+        Section.MODEL,
+        metavar="auto|none|FOLDER",
+    )
     tool_call_parser: ToolParser = option(
         ToolParser.AUTO,
         "How calls of tools are found in a chat's output: auto takes the form that the chat "

@@ -29,6 +29,7 @@ from kvrelay.router.access.auth import Guard, name_caller
 from kvrelay.router.access.current_tokens import CurrentTokens
 from kvrelay.router.access.token_file import Tokens
 from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.admission.session_adoption import SessionAdoption
@@ -215,6 +216,7 @@ class Router:
                 structured,
                 self._sessions,
                 tracing,
+                await asyncio.to_thread(_load_defaults, self._config),
             )
             info = ServerInfo(self._fleet, live, self._metrics, self._sessions)
             await self._serve_clients(undo, live, admission, texts, info)
@@ -438,6 +440,13 @@ def _load_tokenizer(model_path: Path) -> LoadedTokenizer:
         return load_tokenizer(model_path)
     except TokenizerError as error:
         raise StartError(str(error)) from error
+
+
+def _load_defaults(config: RouterConfig) -> SamplingDefaults:
+    try:
+        return load_sampling_defaults(config.model_path, config.generation_config)
+    except ValueError as error:
+        raise StartError(f"--generation-config: {error}; none leaves it out") from error
 
 
 def _load_template(config: RouterConfig) -> ChatTemplate | None:

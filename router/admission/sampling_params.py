@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from kvrelay.router.admission.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from kvrelay.router.errors import InvalidField
 from kvrelay.text.grammar import MAX_GRAMMAR_BYTES
 from kvrelay.v1 import inference_pb2
@@ -104,16 +105,22 @@ def _check_token_rules(params: inference_pb2.SamplingParams, vocab_size: int) ->
 
 
 def read_sampling_params(
-    params: inference_pb2.SamplingParams, max_tokens: int, seed: int
+    params: inference_pb2.SamplingParams,
+    max_tokens: int,
+    seed: int,
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> GenerationParams:
     """The checked parameters, each with the client's value or its default.
 
-    `max_tokens` is already the client's value or the default; `seed` is the default seed.
+    `max_tokens` is already the client's value or the default; `seed` is the default seed, and
+    `defaults` are the model's own.
     """
     given = inference_pb2.SamplingParams()
     given.CopyFrom(params)
     given.max_tokens = max_tokens
-    given.top_k = 0 if params.top_k == _ALL_TOKENS else params.top_k
+    if params.top_k == _ALL_TOKENS:
+        given.top_k = 0
     if not params.HasField("seed"):
         given.seed = seed
+    defaults.fill(given)
     return GENERATION_PARAMS.from_message(given)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvrelay.router.admission.max_tokens import OutputLimit, max_tokens_of
 from kvrelay.router.admission.prompt_input import Encode, Prompt, prompt_of
+from kvrelay.router.admission.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from kvrelay.router.admission.sampling_params import (
     check_sampling_params,
     check_token_ids,
@@ -42,6 +43,7 @@ class Validator:
             less fits. None: what the endpoint says.
         seeds: draws the seeds of requests that set none.
         marks_of: computes the marks of a prompt in a namespace; for any thread.
+        defaults: the model's own sampling parameters, for requests that set none.
     """
 
     model_name: str
@@ -49,6 +51,7 @@ class Validator:
     default_max_tokens: int | None
     seeds: Seeds
     marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: {}
+    defaults: SamplingDefaults = NO_DEFAULTS
 
     def check(
         self,
@@ -104,7 +107,12 @@ class Validator:
         input_ids = _input_ids(prompt, limits)
         limits.check_prompt(prompt.field, len(input_ids), output_tokens=output.least_output)
         max_tokens, open_ended = max_tokens_of(
-            params, len(input_ids), limits, output, self.default_max_tokens
+            params,
+            len(input_ids),
+            limits,
+            output,
+            self.default_max_tokens,
+            self.defaults.most_tokens,
         )
         _check_queueable(prompt.field, len(input_ids), caller)
         namespace = caller.namespace(message.cache_salt if cache_salt is None else cache_salt)
@@ -115,7 +123,7 @@ class Validator:
                 RequestKey("", request_id, 0),
                 (),
                 len(input_ids),
-                read_sampling_params(params, max_tokens, seed),
+                read_sampling_params(params, max_tokens, seed, self.defaults),
                 priority=message.priority,
                 namespace=namespace,
                 open_ended=open_ended,
