@@ -55,6 +55,7 @@ EVERYTHING: dict[str, Any] = {
     "http": Address("0.0.0.0", 3),
     "chat_template": Path("chat.jinja"),
     "generation_config": "none",
+    "users_control_tokens": "control",
     "tool_call_parser": "hermes",
     "reasoning_parser": "think",
     "http_origins": "https://a.example",
