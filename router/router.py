@@ -463,7 +463,7 @@ def _load_defaults(config: RouterConfig) -> SamplingDefaults:
 def _control_tokens(
     config: RouterConfig, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> ControlTokens | None:
-    """What makes text of control tokens in conversations; None: they stay what they are."""
+    """Make what makes text of control tokens in conversations; None: they stay what they are."""
     wanted = config.users_control_tokens
     if template is None or wanted is UsersControlTokens.CONTROL:
         return None

@@ -51,7 +51,7 @@ class ControlTokens:
         self.stay_text = self._parts_all(tokenizer, [*special, *written])
         """Whether the tokenizer can make text of all of them; some make words of whole ones."""
 
-    def hide(self, conversation: Mapping[str, Any], said: Sequence[str]) -> Hidden | None:
+    def hide(self, conversation: Mapping[str, Any], said: Sequence[str]) -> PartedConversation | None:
         """Part control tokens in what clients have written; None: there are none.
 
         The model's own messages may have the tags of its reasoning and of its calls, which it has
@@ -67,7 +67,7 @@ class ControlTokens:
             of_model = self._in_models_own[wanted] = _Parting(wanted)
         hiding = _Hiding(self._everywhere, of_model)
         hidden = hiding.conversation(conversation)
-        return Hidden(self, hidden, hiding.number) if hiding.has_parted else None
+        return PartedConversation(self, hidden, hiding.number) if hiding.has_parted else None
 
     def encode(
         self, text: str, number: str, most_tokens: int, *, add_special_tokens: bool
@@ -86,7 +86,7 @@ class ControlTokens:
         return self._ids.get(token_id, token_id)
 
 
-class Hidden:
+class PartedConversation:
     """A conversation whose control tokens are parted.
 
     Args:

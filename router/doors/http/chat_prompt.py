@@ -12,7 +12,7 @@ from kvrelay.router.doors.http.protocol import ChatFields
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.text.chat_template import ChatTemplate, TemplateError
-from kvrelay.text.control_tokens import Hidden
+from kvrelay.text.control_tokens import PartedConversation
 from kvrelay.text.encoding import encode
 from kvrelay.text.output_parsers.reasoning_tags import THINK, ReasoningTags
 
@@ -56,7 +56,7 @@ class ChatPrompt:
         self.num_bytes = num_bytes
         self._add_special_tokens = add_special_tokens
         self._tags = tags
-        self._hidden: Hidden | None = None
+        self._hidden: PartedConversation | None = None
         """The conversation with its control tokens parted; None: it spells none."""
         self.ends_in_reasoning = self.ends_in_words = False
         """Whether the rendered text has begun the answer's reasoning, and has words of it.
