@@ -51,7 +51,9 @@ class ControlTokens:
         self.stay_text = self._parts_all(tokenizer, [*special, *written])
         """Whether the tokenizer can make text of all of them; some make words of whole ones."""
 
-    def hide(self, conversation: Mapping[str, Any], said: Sequence[str]) -> PartedConversation | None:
+    def hide(
+        self, conversation: Mapping[str, Any], said: Sequence[str]
+    ) -> PartedConversation | None:
         """Part control tokens in what clients have written; None: there are none.
 
         The model's own messages may have the tags of its reasoning and of its calls, which it has

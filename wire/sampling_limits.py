@@ -20,7 +20,11 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_LENGTH: Final = 1024
 """The most characters of one stop string."""
 MAX_TOKEN_RULES: Final = 1024
-"""The most entries of `stop_token_ids`, and of `logit_bias`."""
+"""The most entries of `stop_token_ids`, `logit_bias`, `banned_sequences` and `bad_words`."""
+MAX_ALLOWED_TOKENS: Final = 1 << 16
+"""The most entries of `allowed_token_ids`."""
+MAX_BANNED_TOKENS: Final = 256
+"""The most tokens of one entry of `banned_sequences`."""
 MAX_ALTERNATIVES: Final = 1024
 """The most texts of a structured output's `choice`."""
 

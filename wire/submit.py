@@ -58,6 +58,13 @@ FORMS = ("json_schema", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
+class BannedSequence:
+    """Tokens that no output has one after the other; at least one."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """A request's sampling parameters, with the names and meanings of vLLM and OpenAI.
 
@@ -86,6 +93,10 @@ class SamplingParams:
     """Values to add to the logits, by token id."""
     structured_output: StructuredOutput | None = None
     """The form of the output: only tokens that lead to it are sampled."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these tokens are sampled; none: all are."""
+    banned_sequences: tuple[BannedSequence, ...] = ()
+    """Sequences of tokens that no output has; what is before it in the prompt does not count."""
 
     def __post_init__(self) -> None:
         check_parameters(self)
@@ -96,6 +107,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether no draw is made."""
         return self.temperature == 0
+
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether tokens are allowed or banned."""
+        return bool(self.allowed_token_ids or self.banned_sequences)
 
     @property
     def edits_logits(self) -> bool:

@@ -48,6 +48,11 @@ class Scheduled(Generic[RequestT_co]):
         """Whether it is sampled by a grammar."""
         return self.sample and self.token_state.params.sampling.structured_output is not None
 
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether its client allows or bans tokens."""
+        return self.sample and self.token_state.params.sampling.has_token_rules
+
 
 class StepOutput(NamedTuple):
     """The result of one `Scheduled`."""

@@ -104,6 +104,7 @@ class Admission:
             seeds=seeds,
             marks_of=fleet.prefixes.marks_of,
             defaults=defaults,
+            encode_plain=texts.encode_plain,
         )
 
     @property

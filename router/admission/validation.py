@@ -44,6 +44,7 @@ class Validator:
         seeds: draws the seeds of requests that set none.
         marks_of: computes the marks of a prompt in a namespace; for any thread.
         defaults: the model's own sampling parameters, for requests that set none.
+        encode_plain: tokenizes what is banned, without special tokens.
     """
 
     model_name: str
@@ -52,6 +53,7 @@ class Validator:
     seeds: Seeds
     marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: {}
     defaults: SamplingDefaults = NO_DEFAULTS
+    encode_plain: Encode | None = None
 
     def check(
         self,
@@ -123,7 +125,7 @@ class Validator:
                 RequestKey("", request_id, 0),
                 (),
                 len(input_ids),
-                read_sampling_params(params, max_tokens, seed, self.defaults),
+                read_sampling_params(params, max_tokens, seed, self.defaults, self.encode_plain),
                 priority=message.priority,
                 namespace=namespace,
                 open_ended=open_ended,

@@ -156,7 +156,9 @@ class Attempt:
             case AttemptAction.FAIL_REQUEST:
                 self.cancel()
                 if end.cause is FailureReason.GRAMMAR_FAILED:
-                    return RequestFailed(InvalidField("structured_output", end.error))
+                    wanted = self._submission.sampling_params.sampling.structured_output
+                    field = "allowed_token_ids" if wanted is None else "structured_output"
+                    return RequestFailed(InvalidField(field, end.error))
                 return RequestFailed(InternalFailure(detail))
             case AttemptAction.AWAIT_PREFILL:
                 self._hurry_prefill(end)

@@ -68,6 +68,8 @@ class SamplingFields(_SimpleParameters):
     logit_bias: LogitBias | None = None
     stop: Strings | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
 
     def sampling_params(self) -> inference_pb2.SamplingParams:
         """Return the parameters as the router's own message, where None leaves a field unset."""
@@ -150,8 +152,6 @@ class GenerationFields(SamplingFields):
     prompt_cache_retention: Any = None
 
     # Served with the values alone at which they have no effect.
-    allowed_token_ids: Annotated[Any, Only([])] = None
-    bad_words: Annotated[Any, Only([])] = None
     include_stop_str_in_output: Annotated[Any, Only(False)] = None
     length_penalty: Annotated[Any, Only(1)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
