@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-MAX_CHOICES: Final = 16
+MAX_CHOICES: Final = 128
 """The most outputs of one prompt."""
 MAX_STOP_STRINGS: Final = 16
 """The most stop strings of a request."""
@@ -89,6 +89,7 @@ LIMITS: Final[Mapping[str, Limits]] = {
     "ignore_eos": Limits(bool),
     "skip_special_tokens": Limits(bool),
     "speculate": Limits(bool),
+    "include_stop_str_in_output": Limits(bool),
 }
 """The parameters that are one number or one flag, in the order in which they are checked."""
 LOGIT_BIAS: Final = Limits(float, -100, 100)

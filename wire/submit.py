@@ -143,6 +143,8 @@ class StopConditions:
     """End-of-sequence tokens do not end the output."""
     skip_special_tokens: bool = True
     """Special tokens are left out of the rendered text."""
+    include_stop_str_in_output: bool = False
+    """The rendered text has the stop string, or the stop token's text, that ends the output."""
 
     def __post_init__(self) -> None:
         check_parameters(self)

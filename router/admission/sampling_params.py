@@ -153,7 +153,7 @@ def read_sampling_params(
     return GENERATION_PARAMS.from_message(given)
 
 
-def _ways_to_write(word: str, encode: Encode) -> list[Sequence[int]]:
+def _ways_to_write(word: str, encode: Encode) -> Sequence[Sequence[int]]:
     """Tokenize a word with a space before it and without, where these differ."""
     bare = word.lstrip() or word
     try:

@@ -156,7 +156,7 @@ class Attempt:
             case AttemptAction.FAIL_REQUEST:
                 self.cancel()
                 if end.cause is FailureReason.GRAMMAR_FAILED:
-                    wanted = self._submission.sampling_params.sampling.structured_output
+                    wanted = self._submission.request.params.sampling.structured_output
                     field = "allowed_token_ids" if wanted is None else "structured_output"
                     return RequestFailed(InvalidField(field, end.error))
                 return RequestFailed(InternalFailure(detail))

@@ -38,7 +38,7 @@ def outputs_of(
             served += simulation.submit_choices(
                 2 if number == 1 else 1,
                 prompt,
-                24,
+                12,
                 sampling=sampling,
                 stop_token_ids=frozenset({EOS}),
             )
@@ -91,8 +91,18 @@ def plain_outputs(model: Path) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("mode", "late"),
+    [
+        (MODES[0], False),
+        (MODES[1], True),
+        *[
+            pytest.param(mode, late, marks=pytest.mark.slow)
+            for mode in MODES
+            for late in (False, True)
+        ],
+    ],
+)
 def test_outputs_are_those_of_a_plain_run(
     model: Path, mode: Mode, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

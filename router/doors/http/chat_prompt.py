@@ -174,12 +174,15 @@ def read_chat(
 def _as_read(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     """Return a message with its reasoning under each name that the template uses.
 
-    An empty list of calls is left out: templates take the member for a call. So is `thinking`
-    beside calls and content, for which gpt-oss's template has one place.
+    A developer is the system to templates that know none. An empty list of calls is left out:
+    templates take the member for a call. So is `thinking` beside calls and content, for which
+    gpt-oss's template has one place.
     """
     said = next((message[name] for name in _REASONING_NAMES if message.get(name)), None)
     used = {name: said for name in _REASONING_NAMES if re.search(rf"\b{name}\b", template)}
     read = {**message, **used} if isinstance(said, str) else {**message}
+    if read["role"] == "developer" and "developer" not in template:
+        read["role"] = "system"
     if not read.get("tool_calls"):
         read.pop("tool_calls", None)
     elif read.get("content"):
