@@ -156,8 +156,9 @@ class Attempt:
             case AttemptAction.FAIL_REQUEST:
                 self.cancel()
                 if end.cause is FailureReason.GRAMMAR_FAILED:
-                    wanted = self._submission.request.params.sampling.structured_output
-                    field = "allowed_token_ids" if wanted is None else "structured_output"
+                    sampling = self._submission.request.params.sampling
+                    has_rules = sampling.has_token_rules and sampling.structured_output is None
+                    field = "allowed_token_ids" if has_rules else "structured_output"
                     return RequestFailed(InvalidField(field, end.error))
                 return RequestFailed(InternalFailure(detail))
             case AttemptAction.AWAIT_PREFILL:
