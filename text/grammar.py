@@ -113,6 +113,7 @@ class GrammarCompiler:
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], share: float = 1.0) -> None:
         self._make_tokenizer = make_tokenizer
         self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
         self._limits = LLParserLimits(
             initial_lexer_fuel=int(_LEXER_FUEL * share),
             step_lexer_fuel=int(_MASK_FUEL * share),
@@ -125,9 +126,10 @@ class GrammarCompiler:
     @property
     def tokenizer(self) -> LLTokenizer:
         """The vocabulary."""
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
-        return self._tokenizer
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+            return self._tokenizer
 
     def compile(self, constraint: Constraint) -> LLMatcher:
         """The compiled grammar, in its initial state, whose first mask is known.
@@ -264,6 +266,11 @@ class Grammars:
         """A callback in the thread, with the seconds of each compilation."""
         self.on_hit: Callable[[], object] = lambda: None
         """A callback for each grammar that was there already."""
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """The vocabulary, which the first grammar or the first call makes."""
+        return self._compiler.tokenizer
 
     def prepare(
         self, constraint: Constraint, *, is_awaited: bool = False

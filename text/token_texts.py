@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -71,17 +70,20 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        described = json.loads(tokenizer.to_str())
-        self._byte_of = (
-            _byte_alphabet() if '"ByteLevel"' in json.dumps(described["decoder"]) else {}
-        )
-        added = described.get("added_tokens") or []
-        self._added = {one["id"] for one in added}
-        self._special = {one["id"]: one["content"] for one in added if one["special"]}
+        decoder = tokenizer.decoder
+        described = "" if decoder is None else decoder.__getstate__().decode()
+        self._byte_of = _byte_alphabet() if '"ByteLevel"' in described else {}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = added.keys()
+        self._special = {token_id: one.content for token_id, one in added.items() if one.special}
         self.special_ids = {text: token_id for token_id, text in self._special.items()}
         """The ids of special tokens by their text."""
-        bracketed = [one for one in added if one["content"][:1] + one["content"][-1:] == "<>"]
-        self.unspelled_ids = self.special_ids | {one["content"]: one["id"] for one in bracketed}
+        bracketed = {
+            one.content: token_id
+            for token_id, one in added.items()
+            if one.content[:1] + one.content[-1:] == "<>"
+        }
+        self.unspelled_ids = self.special_ids | bracketed
         """The ids of tokens that llguidance takes for no text: a grammar names them by their id."""
         self._anchor = tokenizer.token_to_id("a")
         self.bytes_of = lru_cache(_CACHED)(self._bytes_of)
@@ -119,6 +121,12 @@ class TokenTexts:
         before = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
         both = self._tokenizer.decode([self._anchor, token_id], skip_special_tokens=False)
         return str(both.removeprefix(before))
+
+
+@lru_cache(4)
+def token_texts(tokenizer: Tokenizer) -> TokenTexts:
+    """The texts of a tokenizer's tokens, which all outputs share."""
+    return TokenTexts(tokenizer)
 
 
 def _byte_alphabet() -> dict[str, int]:

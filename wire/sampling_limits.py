@@ -27,6 +27,8 @@ MAX_BANNED_TOKENS: Final = 256
 """The most tokens of one entry of `banned_sequences`."""
 MAX_ALTERNATIVES: Final = 1024
 """The most texts of a structured output's `choice`."""
+MAX_REASONING_TEXTS: Final = 16
+"""The most texts of each kind that `reasoning` may have, of `MAX_STOP_LENGTH` each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ LIMITS: Final[Mapping[str, Limits]] = {
     "skip_special_tokens": Limits(bool),
     "speculate": Limits(bool),
     "include_stop_str_in_output": Limits(bool),
+    "thinking_token_budget": Limits(int),
+    "stop_in_reasoning": Limits(bool),
 }
 """The parameters that are one number or one flag, in the order in which they are checked."""
 LOGIT_BIAS: Final = Limits(float, -100, 100)

@@ -53,6 +53,32 @@ class StructuredOutput:
         return [name for name in FORMS if getattr(self, name) not in (None, ())]
 
 
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The texts around the reasoning that an output may begin with, found in its tokens' bytes."""
+
+    begun: bool = False
+    """Whether the prompt has begun it."""
+    begins: tuple[str, ...] = ()
+    """The texts that begin it where the prompt has not; the output begins with one."""
+    ends: tuple[str, ...] = ()
+    """The texts that end it."""
+    ends_before: tuple[str, ...] = ()
+    """The texts of single tokens that end it, too, and belong to what follows."""
+    forced_end: str = ""
+    """The text that is written once the budget is spent; empty: the first of `ends`."""
+
+    @property
+    def written_end(self) -> str:
+        """The text that ends the reasoning when its budget is spent."""
+        return self.forced_end or next(iter(self.ends), "")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has ends that are texts, and the text that is forced has one of them."""
+        return all(self.ends) and any(end in self.written_end for end in self.ends)
+
+
 FORMS = ("json_schema", "regex", "choice", "grammar")
 """The fields of `StructuredOutput`."""
 
@@ -92,7 +118,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Values to add to the logits, by token id."""
     structured_output: StructuredOutput | None = None
-    """The form of the output: only tokens that lead to it are sampled."""
+    """The form of the output, behind its reasoning: only tokens that lead to it are sampled."""
+    thinking_token_budget: int | None = None
+    """The most tokens of reasoning: its end is forced then. None: as many as `max_tokens`."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these tokens are sampled; none: all are."""
     banned_sequences: tuple[BannedSequence, ...] = ()
@@ -145,9 +173,18 @@ class StopConditions:
     """Special tokens are left out of the rendered text."""
     include_stop_str_in_output: bool = False
     """The rendered text has the stop string, or the stop token's text, that ends the output."""
+    reasoning: Reasoning | None = None
+    """The reasoning that the output may begin with; None: none that matters."""
+    stop_in_reasoning: bool = False
+    """Stop strings end the output in its reasoning, too."""
 
     def __post_init__(self) -> None:
         check_parameters(self)
+
+    @property
+    def reasoning_without_stops(self) -> Reasoning | None:
+        """The reasoning in which stop strings do not count; None: they count everywhere."""
+        return self.reasoning if self.stop and not self.stop_in_reasoning else None
 
     def with_eos(self, eos_token_ids: Iterable[int]) -> StopConditions:
         """A copy with the model's end-of-sequence tokens, unless they are ignored."""

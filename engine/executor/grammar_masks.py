@@ -2,6 +2,10 @@
 
 How far an output has come in its grammar is read from its tokens alone. So a request hands nothing
 over when it goes on elsewhere: on its decode worker, after a retraction or after a lost worker.
+
+A grammar holds from the end of the output's reasoning on. Before that, only tokens that would end
+the reasoning and say more at once are forbidden. Where its budget is spent, the next token of its
+end is forced.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from llguidance.numpy import (
 )
 
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
+from kvrelay.engine.executor.reasoning_masks import ReasoningMasks, allow, forbid
 from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.model_runner.sampling.sampler import TokenMasks
 from kvrelay.text.grammar import CompiledGrammar, GrammarError, Grammars, words_of
+from kvrelay.text.reasoning_progress import ReasoningPhase, ReasoningProgress
 from kvrelay.wire.submit import StructuredOutput
 
 Allowed: TypeAlias = TokenMasks | GrammarError
@@ -64,16 +70,17 @@ class GrammarMasks:
         self.vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._filler: LLExecutor | None = None
+        self._reasoning: ReasoningMasks | None = None
 
     def cut(
         self, items: Sequence[Scheduled[object]], drafts: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[int]]:
-        """Cut the drafts of a step's items before the first token that a grammar forbids.
+        """Cut the drafts of a step's items before the first token that is forbidden.
 
-        The host must know all tokens of an item that has drafts and a grammar.
+        The host must know all tokens of an item that has drafts and may be masked.
         """
         return [
-            self._cut(item.token_state, draft) if draft and item.has_grammar else draft
+            self._cut(item.token_state, draft) if draft and item.may_be_masked else draft
             for item, draft in zip(items, drafts, strict=True)
         ]
 
@@ -88,25 +95,61 @@ class GrammarMasks:
         wanted = [
             (i, item.token_state, drafts[i])
             for i, item in enumerate(items)
-            if item.has_grammar and item.token_state.broken is None
+            if item.may_be_masked and item.token_state.broken is None
         ]
         if not wanted:
             return NO_MASKS
         return PendingMasks(self._thread.submit(self._compute, wanted))
 
     def _cut(self, state: TokenState, draft_ids: Sequence[int]) -> Sequence[int]:
+        thinking, has_form = self._thinking(state), _has_form(state)
+        if thinking is None:
+            return self._cut_by_form(state, draft_ids)
+        now, reasoning = thinking.copy(), self._reasoning_masks
+        for count, token_id in enumerate(draft_ids):
+            if now.has_ended and has_form:
+                if token_id in reasoning.gaps(now):  # the grammar would not see it
+                    return draft_ids[:count]
+                return [*draft_ids[:count], *self._cut_by_form(state, draft_ids[count:])]
+            if has_form and reasoning.may_end_otherwise(now, state.params, token_id):
+                return draft_ids[:count]
+            if reasoning.forced(now, state.params) not in (None, token_id):
+                return draft_ids[:count]
+            now.push(token_id)
+        return draft_ids
+
+    def _cut_by_form(self, state: TokenState, draft_ids: Sequence[int]) -> Sequence[int]:
         try:
             progress = self._progress(state)
         except GrammarError:  # it is told where the masks are
             return ()
         return draft_ids[: progress.num_allowed(draft_ids)]
 
+    @property
+    def _reasoning_masks(self) -> ReasoningMasks:
+        if self._reasoning is None:
+            self._reasoning = ReasoningMasks(self._grammars.tokenizer)
+        return self._reasoning
+
+    def _thinking(self, state: TokenState) -> ReasoningProgress | None:
+        """Advance the output's reasoning to its latest token; None: it has none."""
+        reasoning = state.params.stops.reasoning
+        if reasoning is None:
+            return None
+        if state.thinking is None:
+            state.thinking = self._reasoning_masks.begin(reasoning)
+        state.thinking.follow(state.known_output_ids)
+        return state.thinking
+
     def _progress(self, state: TokenState) -> GrammarProgress:
         """Advance the output's grammar to its latest token; raises `GrammarError`."""
         grammar = state.grammar
         if grammar is None or grammar.is_spent:
             grammar = state.grammar = self._renewed(state, grammar)
-        grammar.follow(state.known_output_ids)
+        if state.thinking is None:
+            grammar.follow(state.known_output_ids)
+        elif state.thinking.follows_at is not None:
+            grammar.follow(state.known_output_ids[state.thinking.follows_at :])
         return grammar
 
     def _renewed(self, state: TokenState, before: GrammarProgress | None) -> GrammarProgress:
@@ -175,31 +218,91 @@ class GrammarMasks:
 
     def _compute_once(self, wanted: Sequence[Wanted], allowed: dict[int, Allowed]) -> None:
         rows = allocate_token_bitmask(sum(len(ids) + 1 for _, _, ids in wanted), self.vocab_size)
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        used: list[CompiledGrammar] = []
+        filling = _Filling()
         begin = 0
         for index, state, draft_ids in wanted:
-            end = begin + len(draft_ids) + 1
+            own = rows[begin : begin + len(draft_ids) + 1]
             try:
-                grammar = self._progress(state)
+                if self._begin_rows(state, draft_ids, filling, own, begin):
+                    allowed[index] = own
             except GrammarError as error:
                 allowed[index] = error
-                continue
-            used.append(grammar.compiled)
-            if draft_ids:
-                drafted.append((grammar.matcher, begin, list(draft_ids)))
-            else:
-                plain.append((grammar.matcher, begin))
-            allowed[index] = rows[begin:end]
-            begin = end
+            begin += len(own)
         begun, cpu = time.monotonic(), time.process_time()
-        self._fill(plain, drafted, rows)
+        self._fill(filling.plain, filling.drafted, rows)
         # Neither while others have the core, nor what other threads compute.
         took = min(time.monotonic() - begun, time.process_time() - cpu)
-        seconds = took / max(len(used), 1)
-        for compiled in used:
+        seconds = took / max(len(filling.used), 1)
+        for compiled in filling.used:
             compiled.charge(seconds)
+        for row, token_ids in filling.beside:
+            allow(rows[row], token_ids)
+
+    def _begin_rows(
+        self,
+        state: TokenState,
+        draft_ids: Sequence[int],
+        filling: _Filling,
+        rows: TokenMasks,
+        begin: int,
+    ) -> bool:
+        """Write the masks in an output's reasoning; note those that its grammar is to fill.
+
+        Args:
+            state: the output.
+            draft_ids: the drafts of its next tokens.
+            filling: gets the rows for the grammar.
+            rows: the masks of the next token and of those after the drafts, which allow all.
+            begin: the index of the first row among all outputs'.
+
+        Returns:
+            whether anything may be forbidden.
+        """
+        thinking, has_form = self._thinking(state), _has_form(state)
+        if thinking is None or (has_form and thinking.phase is ReasoningPhase.BEHIND):
+            filling.add(self._progress(state), begin, draft_ids)
+            return True
+        reasoning, is_masked = self._reasoning_masks, False
+        now = thinking.copy() if draft_ids else thinking
+        for count, row in enumerate(rows):
+            if has_form and now.phase is ReasoningPhase.UNDECIDED:
+                self._begin_undecided(state, filling, row, begin + count)
+                return True
+            if has_form and now.has_ended:
+                filling.add(self._progress(state), begin + count, draft_ids[count:])
+                filling.beside.append((begin + count, reasoning.gaps(now)))
+                return True
+            forced = reasoning.forced(now, state.params)
+            if forced is not None:
+                row[:] = 0
+                allow(row, [forced])
+            elif has_form:
+                forbidden = reasoning.that_say_more(now, state.params)
+                forbid(row, forbidden)
+                is_masked = is_masked or bool(forbidden)
+            is_masked = is_masked or forced is not None
+            if count < len(draft_ids):
+                now.push(draft_ids[count])
+        return is_masked
+
+    def _begin_undecided(
+        self, state: TokenState, filling: _Filling, row: TokenMasks, place: int
+    ) -> None:
+        """Write the mask of an output that begins with reasoning or with its form."""
+        grammar, output_ids = self._progress(state), state.known_output_ids
+        openings = self._reasoning_masks.openings(state.params, output_ids)
+        filling.beside.append((place, openings))
+        if not output_ids:
+            filling.add(grammar, place, ())
+            return
+        matcher = grammar.matcher.deep_copy()
+        if matcher.consume_tokens(output_ids):
+            filling.used.append(grammar.compiled)
+            filling.plain.append((matcher, place))
+        elif openings:
+            row[:] = 0
+        else:
+            raise GrammarError("the output does not begin as its form does")
 
     def _fill(
         self,
@@ -214,6 +317,31 @@ class GrammarMasks:
             fill_next_token_bitmask_par(self._filler, plain, rows)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._filler, drafted, rows)
+
+
+class _Filling:
+    """The masks that grammars are to fill."""
+
+    def __init__(self) -> None:
+        self.plain: list[tuple[LLMatcher, int]] = []
+        """Matchers, each with its row."""
+        self.drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        """Matchers, each with its first row and the drafts of the next ones."""
+        self.used: list[CompiledGrammar] = []
+        self.beside: list[tuple[int, Sequence[int]]] = []
+        """Rows, each with tokens that are allowed beside those of the grammar."""
+
+    def add(self, grammar: GrammarProgress, row: int, draft_ids: Sequence[int]) -> None:
+        """Note a grammar's rows, from the first one on."""
+        self.used.append(grammar.compiled)
+        if draft_ids:
+            self.drafted.append((grammar.matcher, row, list(draft_ids)))
+        else:
+            self.plain.append((grammar.matcher, row))
+
+
+def _has_form(state: TokenState) -> bool:
+    return state.params.sampling.structured_output is not None
 
 
 def _wanted_by(state: TokenState) -> StructuredOutput:

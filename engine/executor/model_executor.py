@@ -254,7 +254,7 @@ class ModelExecutor:
         launched: LaunchedForward[RequestT] = LaunchedForward(step, live=live, items=items)
         launched.staging = self._staging.begin()
         launched.awaits_tokens = any(
-            (item.has_grammar or item.has_token_rules) and item.token_state.pending is not None
+            (item.may_be_masked or item.has_token_rules) and item.token_state.pending is not None
             for item in items
         )
         if live:
@@ -426,7 +426,7 @@ class ModelExecutor:
         own = [table[wanted] for table in tables]
         asked = (states, rows, [counts[i] for i in wanted], own)
         # Grammars and penalties read the drafts before the tokens behind them are sampled.
-        are_read = any(items[i].has_grammar or items[i].has_token_rules for i in wanted)
+        are_read = any(items[i].may_be_masked or items[i].has_token_rules for i in wanted)
         are_read = are_read or any(row.params.reads_output for row in rows)
         pending = None
         try:
@@ -472,7 +472,7 @@ def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSeque
         for choice in item.token_state.choices if item.sample else ():
             row = _sampling_row(item.token_state, choice, row_of.get(index))
             drafted.append(DraftedSequence(row, draft))
-            if item.has_grammar or item.has_token_rules:
+            if item.may_be_masked or item.has_token_rules:
                 launched.masked.append((index, row))
     return drafted
 

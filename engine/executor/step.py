@@ -44,9 +44,9 @@ class Scheduled(Generic[RequestT_co]):
         return state.broken is None and not (self.sample and state.room == 0)
 
     @property
-    def has_grammar(self) -> bool:
-        """Whether it is sampled by a grammar."""
-        return self.sample and self.token_state.params.sampling.structured_output is not None
+    def may_be_masked(self) -> bool:
+        """Whether a grammar, or a budget of reasoning, may forbid tokens that it samples."""
+        return self.sample and self.token_state.may_be_masked(self.num_drafts)
 
     @property
     def has_token_rules(self) -> bool:

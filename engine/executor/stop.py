@@ -8,6 +8,8 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.text.reasoning_progress import ReasoningProgress
+from kvrelay.text.token_texts import token_texts
 from kvrelay.wire.output import EndReason, RequestEnd
 from kvrelay.wire.submit import StopConditions
 
@@ -20,8 +22,9 @@ _MAX_TOKENS_A_CHARACTER: Final = 8
 class StopChecker:
     """The stop conditions of one request, checked token by token.
 
-    Stop strings are searched for in the text as the router renders it. So both find one at the same
-    token, even where it spans several.
+    Stop strings count behind the output's reasoning, unless they are to end that, too. They are
+    searched for in the text as the router renders it. So both find one at the same token, even
+    where it spans several.
 
     Args:
         conditions: what ends the request; end-of-sequence tokens are among their tokens.
@@ -39,7 +42,13 @@ class StopChecker:
         )
         self._longest = max(map(len, conditions.stop), default=0)
         self._tail = ""
+        reasoning = conditions.reasoning_without_stops
+        self._thinking: ReasoningProgress | None = None
+        if reasoning is not None:
+            self._thinking = ReasoningProgress(reasoning, token_texts(tokenizer).bytes_of)
         begin = self._first_that_matters(output_ids)
+        if self._thinking is not None:
+            self._thinking.follow(output_ids[:begin])
         self._num_output = begin
         for token_id in output_ids[begin:]:
             self.check(token_id)
@@ -94,6 +103,9 @@ class StopChecker:
     def _match_text(self, token_id: int) -> str | None:
         """Find the stop string that `token_id` completed; if several, the one that begins first."""
         piece = self._detokenizer.push(token_id)
+        if self._thinking is not None and not self._thinking.push(token_id):
+            self._tail = ""
+            return None
         if not piece:
             return None
         text = self._tail + piece

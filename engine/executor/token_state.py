@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
+from kvrelay.text.reasoning_progress import ReasoningProgress
 from kvrelay.wire.submit import GenerationParams
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class TokenState:
     grammar: GrammarProgress | None = field(default=None, repr=False)
     """The position of its output in its grammar; rebuilt from the tokens wherever the request goes
     on."""
+    thinking: ReasoningProgress | None = field(default=None, repr=False)
+    """The position of its output in its reasoning, rebuilt alike; None: it has none, or none that
+    matters for masks."""
     rules: TokenRules | None = field(default=None, repr=False)
     """The tokens that its client allows and bans, once they are asked for."""
 
@@ -105,6 +109,18 @@ class TokenState:
     def room(self) -> int:
         """How many more tokens may be sampled; below 1 if a step was launched for one too many."""
         return len(self.prompt_ids) + self.params.stops.max_tokens - len(self.token_ids)
+
+    def may_be_masked(self, num_drafts: int) -> bool:
+        """Whether a grammar, or a budget, may forbid tokens: the next, or those after drafts."""
+        sampling = self.params.sampling
+        if sampling.structured_output is not None:
+            return True
+        budget = sampling.thinking_token_budget
+        if budget is None:
+            return False
+        if self.thinking is not None and self.thinking.has_ended:
+            return False
+        return len(self.token_ids) - self.prompt_len + num_drafts >= budget
 
     @property
     def in_prompt(self) -> bool:

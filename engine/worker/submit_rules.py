@@ -45,6 +45,10 @@ class SubmitRules:
         structured = params.sampling.structured_output
         if structured is not None and len(structured.forms) != 1:
             raise ValueError(f"structured_output: must have one form, got {structured.forms}")
+        if params.sampling.thinking_token_budget is not None and stops.reasoning is None:
+            raise ValueError("thinking_token_budget: needs reasoning")
+        if stops.reasoning is not None and not stops.reasoning.is_whole:
+            raise ValueError("reasoning: needs ends, of which forced_end has one")
         emitted = submit.num_emitted
         if not 0 <= emitted < min(stops.max_tokens, len(submit.input_ids)):
             raise ValueError(

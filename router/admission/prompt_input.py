@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Protocol
 
 from kvrelay.router.errors import InvalidField
@@ -16,8 +17,22 @@ Encode = Callable[[str, int], Sequence[int]]
 """A tokenizer of a text; it raises `TooManyTokens` if there are more than the number."""
 
 
+class BegunReasoning(Enum):
+    """The state of the answer's reasoning where a prompt ends."""
+
+    AS_ASKED = auto()
+    """The request says whether it has begun."""
+    BEGUN = auto()
+    OVER = auto()
+    """The prompt ends behind it, or in words of the answer."""
+
+
 class Prompt(Protocol):
     """One prompt of a request."""
+
+    @property
+    def reasoning(self) -> BegunReasoning:
+        """The state of the answer's reasoning, known once `input_ids` was called."""
 
     @property
     def field(self) -> str:
@@ -43,6 +58,8 @@ class TokenPrompt:
         ids: each fits four bytes.
     """
 
+    reasoning = BegunReasoning.AS_ASKED
+
     def __init__(self, field: str, ids: Sequence[int]) -> None:
         self.field = field
         self._ids = ids
@@ -67,6 +84,7 @@ class TextPrompt:
     """
 
     num_tokens: int | None = None
+    reasoning = BegunReasoning.AS_ASKED
 
     def __init__(self, field: str, text: str, encode: Encode) -> None:
         self.field = field
@@ -106,6 +124,11 @@ class TruncatedPrompt:
         self._longest = longest
 
     @property
+    def reasoning(self) -> BegunReasoning:
+        """The state of the answer's reasoning behind the whole prompt."""
+        return self._prompt.reasoning
+
+    @property
     def num_tokens(self) -> int | None:
         """The number of tokens that are left, where it is known."""
         whole, most = self._prompt.num_tokens, self._truncation.most_tokens
@@ -134,6 +157,8 @@ class TurnPrompt:
         history: token ids.
         new: the turn's own prompt; must not be empty.
     """
+
+    reasoning = BegunReasoning.AS_ASKED
 
     def __init__(self, history: Sequence[int], new: Prompt) -> None:
         self.field = new.field

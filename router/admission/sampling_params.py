@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvrelay.router.admission.prompt_input import Encode
+from kvrelay.router.admission.prompt_input import BegunReasoning, Encode
 from kvrelay.router.admission.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from kvrelay.router.errors import InvalidField
 from kvrelay.text.encoding import TooManyTokens
@@ -21,6 +21,7 @@ from kvrelay.wire.sampling_limits import (
     MAX_ALLOWED_TOKENS,
     MAX_ALTERNATIVES,
     MAX_BANNED_TOKENS,
+    MAX_REASONING_TEXTS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_TOKEN_RULES,
@@ -65,6 +66,7 @@ def check_sampling_params(params: inference_pb2.SamplingParams, vocab_size: int)
     _check_token_rules(params, vocab_size)
     if params.HasField("structured_output"):
         _check_structured_output(params)
+    _check_reasoning(params)
 
 
 def _check_structured_output(params: inference_pb2.SamplingParams) -> None:
@@ -86,6 +88,29 @@ def _check_structured_output(params: inference_pb2.SamplingParams) -> None:
         raise InvalidField("ignore_eos", f"is not allowed with {field}, which ends by itself")
     if params.min_tokens:
         raise InvalidField("min_tokens", f"is not allowed with {field}, which ends by itself")
+
+
+def _check_reasoning(params: inference_pb2.SamplingParams) -> None:
+    field, reasoning = "reasoning", params.reasoning
+    if not params.HasField(field):
+        if params.HasField("thinking_token_budget"):
+            raise InvalidField("thinking_token_budget", f"is allowed with {field} alone")
+        return
+    for kind in ("begins", "ends", "ends_before"):
+        texts = getattr(reasoning, kind)
+        if len(texts) > MAX_REASONING_TEXTS:
+            problem = f"must have at most {MAX_REASONING_TEXTS} texts, got {len(texts)}"
+            raise InvalidField(f"{field}.{kind}", problem)
+        if not all(0 < len(text) <= MAX_STOP_LENGTH for text in texts):
+            problem = f"each text must have 1 to {MAX_STOP_LENGTH} characters"
+            raise InvalidField(f"{field}.{kind}", problem)
+    if not reasoning.ends:
+        raise InvalidField(f"{field}.ends", "is missing")
+    forced = reasoning.forced_end
+    if forced and not any(end in forced for end in reasoning.ends):
+        raise InvalidField(f"{field}.forced_end", "must have one of ends")
+    if len(forced) > MAX_STOP_LENGTH:
+        raise InvalidField(f"{field}.forced_end", f"must have at most {MAX_STOP_LENGTH} characters")
 
 
 def _check_strings(field: str, strings: Sequence[str], most: int) -> None:
@@ -126,6 +151,7 @@ def read_sampling_params(
     seed: int,
     defaults: SamplingDefaults = NO_DEFAULTS,
     encode: Encode | None = None,
+    reasoning: BegunReasoning = BegunReasoning.AS_ASKED,
 ) -> GenerationParams:
     """The checked parameters, each with the client's value or its default.
 
@@ -135,6 +161,7 @@ def read_sampling_params(
         seed: the default seed.
         defaults: the model's own.
         encode: tokenizes `bad_words`, without special tokens; None: there are none.
+        reasoning: where the prompt ends.
 
     Raises:
         InvalidField: a bad word has too many tokens.
@@ -150,6 +177,11 @@ def read_sampling_params(
     if given.bad_words and encode is not None:
         banned = [ids for word in given.bad_words for ids in _ways_to_write(word, encode)]
         given.banned_sequences.extend([inference_pb2.TokenIds(ids=ids) for ids in banned])
+    if params.HasField("reasoning") and reasoning is BegunReasoning.BEGUN:
+        given.reasoning.begun = True
+    elif reasoning is BegunReasoning.OVER:
+        given.ClearField("reasoning")
+        given.ClearField("thinking_token_budget")
     return GENERATION_PARAMS.from_message(given)
 
 

@@ -31,7 +31,7 @@ from kvrelay.pacing.chunk_size import NO_TARGETS, LatencyTargets
 from kvrelay.router.placement.chosen import Chosen, Reason, Shortage
 from kvrelay.router.placement.deadlines import DeadlineCheck
 from kvrelay.router.placement.demand import Demand
-from kvrelay.router.placement.local_prompts import Side, decide
+from kvrelay.router.placement.local_prompts import Side, decide, expect_lent
 from kvrelay.router.placement.order import WorkerOrder
 from kvrelay.router.placement.ranking import Candidate, Repeatable
 from kvrelay.router.placement.ready_workers import ReadyWorkers
@@ -124,20 +124,25 @@ class Placer:
     def _choose_computing(self, prefill: Candidate, decode: Candidate, demand: Demand) -> Chosen:
         """Choose the worker of a pair that computes the prompt."""
         by_prefill, by_decode = partial(Chosen, decode, prefill), partial(Chosen, decode, None)
+        there = self._borrower(prefill, decode, demand)
         if not self._rules.decodes_alone:
-            return by_prefill(Reason.MODE)
+            return by_prefill(Reason.MODE, expect_lent(demand.input_tokens, there))
         if demand.computed_by:
             return by_prefill(Reason.SOONER)
         if (suspect := demand.suspect_of(prefill, decode)) is not None:
             return (by_decode if suspect is WorkerRole.PREFILL else by_prefill)(Reason.SUSPECT)
-        there = self._side(WorkerRole.PREFILL, prefill, demand)
         here = self._side(WorkerRole.DECODE, decode, demand)
-        if WorkerRole.PREFILL not in demand.in_full_on:
-            kept = demand.kept_on(decode.incarnation)
-            there = there.lent(kept, prefill.incarnation, decode.load.peers)
         decision = decide(demand.input_tokens, there, here, self._rules.targets)
         chosen = by_decode if decision.by_decode else by_prefill
         return chosen(decision.reason, decision.lent_tokens)
+
+    def _borrower(self, prefill: Candidate, decode: Candidate, demand: Demand) -> Side:
+        """The prefill side of a pair, with what the decode worker has and may lend it."""
+        side = self._side(WorkerRole.PREFILL, prefill, demand)
+        if WorkerRole.PREFILL in demand.in_full_on:
+            return side
+        here = max(demand.kept_on(decode.incarnation), self._workers.hit_tokens(decode, demand))
+        return side.lent(here, prefill.incarnation, decode.load.peers)
 
     def _side(self, role: WorkerRole, one: Candidate, demand: Demand) -> Side:
         cached = self._workers.hit_tokens(one, demand.to_compute_on(role))

@@ -38,7 +38,7 @@ class Side:
     num_requests: int = 0
     """The requests that it has, running or waiting."""
     lent_tokens: int = 0
-    """Tokens of the prompt that it may read from the other worker, whose session has them."""
+    """Tokens of the prompt that it may read from the other worker, which has them."""
     lent_seconds: float = 0.0
     """Expected seconds to read them."""
 
@@ -63,12 +63,14 @@ class Side:
         """The side, with tokens that it may read from a worker; unchanged where nobody lends.
 
         Args:
-            tokens: the tokens of the prompt that the other worker's session has.
+            tokens: the tokens of the prompt that the other worker has, of a session or cached.
             borrower: this side's incarnation.
             peers: the other worker's peers.
         """
-        speeds = {one.incarnation: one.lent_tokens_per_second for one in peers} if tokens else {}
-        speed = speeds.get(borrower, 0.0)
+        if tokens <= self.cached_tokens:
+            return self
+        known = (one.lent_tokens_per_second for one in peers if one.incarnation == borrower)
+        speed = next(known, 0.0)
         if not speed:
             return self
         return replace(self, lent_tokens=tokens, lent_seconds=(tokens - self.cached_tokens) / speed)
@@ -115,13 +117,7 @@ def decide(
     if not (there_speeds.prompts_known and here_speeds.rows_known):
         fewer = decode.backlog_tokens < prefill.backlog_tokens
         return Decision(is_idle or fewer, Reason.IDLE if is_idle else Reason.UNKNOWN)
-    there = _seconds(tokens, prefill, there_speeds)
-    lent_tokens = 0
-    if prefill.lent_tokens > prefill.cached_tokens:
-        borrower = replace(prefill, cached_tokens=prefill.lent_tokens)
-        seconds = prefill.lent_seconds + _seconds(tokens, borrower, there_speeds)
-        if seconds < there:
-            prefill, there, lent_tokens = borrower, seconds, prefill.lent_tokens
+    prefill, there, lent_tokens = _read_if_sooner(tokens, prefill, there_speeds)
     if is_idle:
         by_decode = _seconds(tokens, decode, here_speeds) <= _HAND_OVER_WORTH * there
         if by_decode:
@@ -130,6 +126,30 @@ def decide(
     here = _seconds_beside(tokens, decode, here_speeds, targets)
     here += decode.num_requests * _delay(tokens, prefill, there_speeds, decode, here_speeds)
     return Decision(here < there, Reason.SOONER, 0 if here < there else lent_tokens)
+
+
+def expect_lent(tokens: int, prefill: Side) -> int:
+    """The tokens of a prompt that a prefill worker has or will read, as in a `Decision`."""
+    speeds = prefill.queue.load.speeds
+    if not (prefill.lent_tokens and speeds.prompts_known):
+        return 0
+    return _read_if_sooner(tokens, prefill, speeds)[2]
+
+
+def _read_if_sooner(tokens: int, prefill: Side, speeds: StepSpeeds) -> tuple[Side, float, int]:
+    """Expect a prefill worker to read what it may be lent, if that is faster than computing it.
+
+    Returns:
+        The side, with what is read as cached; the seconds until its first token; and the lent
+        tokens, 0 if nothing is read.
+    """
+    there = _seconds(tokens, prefill, speeds)
+    if prefill.lent_tokens > prefill.cached_tokens:
+        borrower = replace(prefill, cached_tokens=prefill.lent_tokens)
+        seconds = prefill.lent_seconds + _seconds(tokens, borrower, speeds)
+        if seconds < there:
+            return borrower, seconds, prefill.lent_tokens
+    return prefill, there, 0
 
 
 def _delay(

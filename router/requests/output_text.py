@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from kvrelay.text.detokenizer import Detokenizer
+from kvrelay.text.reasoning_progress import ReasoningProgress
 
 
 class TextStream:
@@ -29,6 +30,7 @@ class TextStream:
         min_tokens: a stop string that is completed before this many tokens is ordinary text, as it
             is for the worker.
         skip_special_tokens: whether to leave special tokens out of the text.
+        thinking: the reasoning, in which stop strings are ordinary text; None: there is none.
     """
 
     def __init__(
@@ -38,16 +40,20 @@ class TextStream:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        thinking: ReasoningProgress | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._buffer = StopStringBuffer(stop)
         self._min_tokens = min_tokens
+        self._thinking = thinking
         self._pushed = 0
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that can be streamed now, often none."""
         self._pushed += 1
         piece = self._detokenizer.push(token_id)
+        if self._thinking is not None and not self._thinking.push(token_id):
+            return self._buffer.finish(piece, None)
         return self._buffer.push(piece, may_stop=self._pushed >= self._min_tokens)
 
     @property
@@ -95,7 +101,7 @@ class StopStringBuffer:
         return min((stop for stop in self._stop if self._held.startswith(stop)), default=None)
 
     def finish(self, piece: str, matched_stop: str | None) -> str:
-        """Add the last piece; return all held text, up to `matched_stop` if there is one."""
+        """Add a last piece; return all held text, up to `matched_stop` if there is one."""
         held, self._held = self._held + piece, ""
         return held if matched_stop is None else held.partition(matched_stop)[0]
 

@@ -22,8 +22,13 @@ class Case:
 
     prompt: tuple[int, ...]
     sampling: tuple[tuple[str, Any], ...]
-    json_schema: str = ""
-    """That the output keeps to; empty: there is none."""
+    form: tuple[str, str] | None = None
+    """The kind of the structured output, and the form itself; None: there is none."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the output begins with reasoning, which has a budget."""
+        return "thinking_token_budget" in dict(self.sampling)
 
     @property
     def choices(self) -> int:
@@ -36,6 +41,19 @@ SCHEMA = (
     '"sizes": {"type": "array", "items": {"type": "integer", "maximum": 9}, "minItems": 3, '
     '"maxItems": 9}}, "required": ["name", "sizes"], "additionalProperties": false}'
 )
+CALLS = (
+    r'start: call ("\n" call)?'
+    "\n"
+    r'call: "<tool_call>\n{\"name\": \"count\", \"arguments\": " object "}\n</tool_call>"'
+    "\n"
+    'object: %json {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, '
+    '"required": ["n"], "additionalProperties": false}'
+)
+"""Calls of a tool, in the form of Hermes."""
+_FORMS = {2: ("json_schema", SCHEMA), 5: ("grammar", CALLS)}
+_BUDGETS = {2: 5, 5: 9, 7: 3}
+"""The forms, and the tokens of reasoning before them, by the number of a case among eight."""
+REASONING = inference_pb2.Reasoning(begun=True, ends=["</think>"])
 Expected = dict[Case, list[list[int]]]
 """The tokens of each choice of each case, in a run without faults."""
 
@@ -69,7 +87,10 @@ def random_abort(rng: random.Random) -> Abort:
 def make_cases(
     seed: int = 0, count: int = 8, *, vocab_size: int = 500, most_choices: int = 1
 ) -> list[Case]:
-    """Greedy and sampled requests of several lengths; some share the first 90 tokens."""
+    """Greedy and sampled requests of several lengths; some share the first 90 tokens.
+
+    Some reason before a form, before calls, or before free text.
+    """
     rng = random.Random(seed)
     shared = tuple(rng.randrange(vocab_size) for _ in range(90))
     cases = []
@@ -82,11 +103,13 @@ def make_cases(
             sampling |= {"temperature": 0.0}
         if most_choices > 1:
             sampling |= {"n": rng.randint(1, most_choices)}
-        schema = SCHEMA if number % 8 in (2, 5) else ""
-        if schema:
+        form, budget = _FORMS.get(number % 8), _BUDGETS.get(number % 8)
+        if form is not None:
             del sampling["ignore_eos"]
+        if budget is not None:
+            sampling |= {"thinking_token_budget": budget}
         whole = shared + prompt if number % 4 == 3 else prompt
-        cases.append(Case(whole, (*sampling.items(),), schema))
+        cases.append(Case(whole, (*sampling.items(),), form))
     return cases
 
 
@@ -128,8 +151,10 @@ async def ask(
     )
     request.input_ids.ids.extend(case.prompt[known:])
     request.sampling_params.CopyFrom(inference_pb2.SamplingParams(**dict(case.sampling)))
-    if case.json_schema:
-        request.sampling_params.structured_output.json_schema = case.json_schema
+    if case.form is not None:
+        setattr(request.sampling_params.structured_output, *case.form)
+    if case.thinks:
+        request.sampling_params.reasoning.CopyFrom(REASONING)
     outcome, begun = Outcome(case), time.monotonic()
     by_id = inference_pb2.AbortRequest(request_id=request.request_id)
     when = abort.when if abort is not None else None

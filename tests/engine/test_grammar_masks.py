@@ -13,7 +13,13 @@ from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.text import grammar
 from kvrelay.text.grammar import GrammarError, Grammars
-from kvrelay.wire.submit import GenerationParams, SamplingParams, StopConditions, StructuredOutput
+from kvrelay.wire.submit import (
+    GenerationParams,
+    Reasoning,
+    SamplingParams,
+    StopConditions,
+    StructuredOutput,
+)
 from tests.checkpoints import make_tokenizer
 from tests.known import known
 
@@ -37,9 +43,14 @@ def grammars() -> Iterator[Grammars]:
     made.close()
 
 
-def output_of(wanted: StructuredOutput) -> TokenState:
+def output_of(
+    wanted: StructuredOutput | None,
+    reasoning: Reasoning | None = None,
+    budget: int | None = None,
+) -> TokenState:
     params = GenerationParams(
-        SamplingParams(structured_output=wanted), StopConditions(max_tokens=999)
+        SamplingParams(structured_output=wanted, thinking_token_budget=budget),
+        StopConditions(max_tokens=999, reasoning=reasoning),
     )
     return TokenState(token_ids=[1], input_len=1, prompt_ids=[1], params=params, choices=(0,))
 
@@ -142,3 +153,62 @@ def test_an_output_goes_on_when_its_lexer_is_full(
             state.token_ids.append(token_of(letter))
     assert len(compiled) > 1
     grammars.close()
+
+
+def say(state: TokenState, text: str) -> None:
+    state.token_ids += TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+TEXTS = [TOKENIZER.decode([token_id]) for token_id in range(VOCAB)]
+YES = StructuredOutput(choice=("yes",))
+
+
+def test_an_output_begins_with_its_form_or_its_reasoning(grammars: Grammars) -> None:
+    masks = GrammarMasks(grammars, VOCAB)
+    state = output_of(YES, Reasoning(begins=("<a>",), ends=("!",)))
+    assert masks_of(masks, state) == [{"y", "ye", "<", "\n"} & {*TEXTS}]
+    for said, allowed in [("<", {"a"}), ("a", {">"})]:
+        say(state, said)
+        assert masks_of(masks, state) == [allowed]
+    say(state, ">")
+    assert not masks.begin([Scheduled(None, state, 1, sample=True)], [()]).wait()
+    say(state, "!")
+    assert masks_of(masks, state) == [{"y", "ye", "\n"} & {*TEXTS}]
+    say(state, "\n\n")
+    assert masks_of(masks, state) == [{"y", "ye"} & {*TEXTS}]
+    say(state, "y")
+    assert masks_of(masks, state) == [{"es"}]
+
+
+@pytest.mark.parametrize("said", ["a", " qu"])
+def test_a_token_that_would_end_the_reasoning_and_say_more_is_forbidden(
+    grammars: Grammars, said: str
+) -> None:
+    masks = GrammarMasks(grammars, VOCAB)
+    state = output_of(YES, Reasoning(begun=True, ends=("ui",)))
+    say(state, said)
+    [allowed] = masks_of(masks, state)
+    assert isinstance(allowed, set)
+    forbidden = {text for text in TEXTS if (said[-1] + text).partition("ui")[2].strip()}
+    assert {" quick", *(["ill"] if said == " qu" else [])} <= forbidden
+    assert {*TEXTS} - allowed == forbidden
+
+
+def test_drafts_up_to_the_end_of_the_reasoning_and_behind_it(grammars: Grammars) -> None:
+    """Each of the masks behind drafts is that of an output with these tokens."""
+    masks = GrammarMasks(grammars, VOCAB)
+    reasoning = Reasoning(begun=True, ends=("fox!",))
+    state = output_of(YES, reasoning, 3)
+    item = Scheduled(None, state, 1, sample=True, num_drafts=9)
+    for drafted, kept in [("a fox!yes", "a fox!yes"), ("a fox!yen", "a fox!ye"), ("aaab", "aaa")]:
+        ids = TOKENIZER.encode(drafted, add_special_tokens=False).ids
+        [draft] = masks.cut([item], [ids])
+        assert TOKENIZER.decode(list(draft)) == kept
+        found = masks.begin([item], [draft]).wait()[0]
+        assert not isinstance(found, GrammarError)
+        for count in range(len(draft) + 1):
+            alone = output_of(YES, reasoning, 3)
+            alone.token_ids += draft[:count]
+            other = masks.begin([Scheduled(None, alone, 1, sample=True)], [()]).wait().get(0)
+            whole = np.full_like(found[count], -1) if other is None else other[0]
+            assert np.array_equal(whole, found[count]), (drafted, count)

@@ -70,6 +70,8 @@ PEER = worker_pb2.PeerWorker(address="127.0.0.1:1", incarnation="p")
         ("top_p", WorkerRole.PREFILL, {"params": {"top_p": float("nan")}}),
         ("n", WorkerRole.PREFILL, {"params": {"n": 0}}),
         ("structured_output", WorkerRole.PREFILL, {"params": {"structured_output": {}}}),
+        ("thinking_token_budget", WorkerRole.DECODE, {"params": {"thinking_token_budget": 1}}),
+        ("reasoning", WorkerRole.DECODE, {"params": {"reasoning": {"begun": True}}}),
         ("n", WorkerRole.PREFILL, {"params": {"n": 2}, "num_prompt_tokens": 2}),
         ("num_prompt_tokens", WorkerRole.PREFILL, {"num_prompt_tokens": 0}),
         ("num_prompt_tokens", WorkerRole.PREFILL, {"num_prompt_tokens": 4}),

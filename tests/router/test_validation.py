@@ -18,12 +18,13 @@ from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire import sampling_limits
+from kvrelay.wire.submit import Reasoning
 
 LIMITS = RequestLimits(
     vocab_size=100, max_model_len=64, prefill_pool_tokens=80, decode_pool_tokens=80
 )
 VALIDATOR = Validator(
-    model_name="toy",
+    model_names=("toy",),
     encode=lambda text, most_tokens: [ord(character) % 128 for character in text],
     default_max_tokens=16,
     seeds=Seeds(b"key"),
@@ -79,6 +80,33 @@ def test_a_bad_sampling_value_is_named(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "members"),
+    [
+        ("ends", {"begun": True}),
+        ("ends", {"ends": [""]}),
+        ("begins", {"ends": ["x"], "begins": ["y"] * 17}),
+        ("ends_before", {"ends": ["x"], "ends_before": ["y" * 1025]}),
+        ("forced_end", {"ends": ["x"], "forced_end": "y"}),
+        ("forced_end", {"ends": ["x"], "forced_end": "x" * 1025}),
+    ],
+)
+def test_reasoning_that_cannot_end_is_named(field: str, members: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField) as caught:
+        validate(message(reasoning=pb.Reasoning(**members)))
+    assert caught.value.field == f"reasoning.{field}"
+
+
+def test_a_budget_is_for_reasoning_alone() -> None:
+    with pytest.raises(InvalidField, match=r"^thinking_token_budget: .* reasoning"):
+        validate(message(thinking_token_budget=1))
+    params = validate(message(thinking_token_budget=1, reasoning=pb.Reasoning(ends=["x"]))).params
+    assert (params.sampling.thinking_token_budget, params.stops.reasoning) == (
+        1,
+        Reasoning(ends=("x",)),
+    )
+
+
+@pytest.mark.parametrize(
     "field", [name for name, row in sampling_limits.LIMITS.items() if row.kind is not bool]
 )
 def test_the_bounds_that_a_message_names_are_legal(field: str) -> None:
@@ -86,7 +114,7 @@ def test_the_bounds_that_a_message_names_are_legal(field: str) -> None:
     limits = sampling_limits.LIMITS[field]
     ends = [limits.least] * (not limits.above_least) + [limits.most] * math.isfinite(limits.most)
     for end in ends:
-        params = pb.SamplingParams()
+        params = pb.SamplingParams(reasoning=pb.Reasoning(ends=["x"]))
         setattr(params, field, limits.kind(end))
         check_sampling_params(params, 100)
 

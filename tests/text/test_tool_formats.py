@@ -23,6 +23,7 @@ from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.text.output_parsers.pieces import OutputParser, OutputPiece
 from kvrelay.text.token_texts import TokenTexts
 from kvrelay.wire.submit import StructuredOutput
+from tests.known import known
 from tests.router.toy_tokenizers import byte_level_tokenizer
 
 Call = tuple[str, dict[str, Any]]
@@ -271,6 +272,7 @@ IN_TEXT = [name for name, one in FORMATS.items() if one.has_text]
 def tokenizer() -> Tokenizer:
     made = byte_level_tokenizer()
     special = {tag for one in FORMATS.values() for tag in one.tags if tag[0] in "<["}
+    special |= {"<|start|>", "<|end|>", "<|return|>"}
     special -= {"[weather", "[TOOL_CALLS]", "<tool_call>", "<arg_key>"}
     made.add_special_tokens([AddedToken(one, special=True) for one in sorted(special)])
     made.add_tokens([AddedToken(one) for one in ("｜DSML｜", "<tool_call>", "<arg_key>")])
@@ -476,7 +478,8 @@ def test_the_work_for_a_piece_does_not_grow(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=[400])
+    eos = known(tokenizer.token_to_id("<|return|>"))
+    vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=[eos])
     return GrammarCompiler(lambda: vocabulary)
 
 
@@ -525,7 +528,7 @@ def test_a_call_that_may_come_is_held_to_its_schema(
 
     def takes(text: str, most: int | None = None) -> bool:
         grammar = CallGrammar(SCHEMAS, most, special)
-        source = grammar.in_text(form.grammar, form.openings)
+        source = known(form.grammar_in_text(grammar))
         matcher = compiler.compile(StructuredOutput(grammar=source))
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
@@ -545,6 +548,50 @@ def test_a_call_that_may_come_is_held_to_its_schema(
         assert not takes(bad)
 
 
+ZONE = '{"zone": "UTC"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        (
+            "openai",
+            [
+                "<|channel|>final<|message|>No call to=functions.weather [at] all.",
+                "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{}",
+                "{}",
+                " to=functions.time<|channel|>commentary <|constrain|>json<|message|>" + ZONE,
+            ],
+            ["{}<|end|><|start|>assistant{}", "No header"],
+        ),
+        (
+            "pythonic",
+            ["", " \n", "No call [weather()] at all.", "[1] I look. [weather()]", "{}"],
+            [" {}", "[weather() is none", "[ weather()]", "{} Done."],
+        ),
+    ],
+)
+def test_a_call_in_place_of_text_is_held_to_its_schema(
+    name: str, good: list[str], bad: list[str], tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    form, write = TOOL_FORMATS[name], FORMATS[name].write
+    grammar = CallGrammar(SCHEMAS, None, TokenTexts(tokenizer).unspelled_ids)
+    source = known(form.grammar_in_text(grammar))
+    compiled = compiler.compile(StructuredOutput(grammar=source))
+
+    def takes(text: str) -> bool:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        matcher = compiled.deep_copy()
+        return bool(matcher.consume_tokens(ids) and matcher.is_accepting())
+
+    call, wrong = write(PLAIN), write([("weather", {"days": 3})])
+    for text in good:
+        assert takes(text.replace("{}", call)), text
+        assert "{}" not in text or not takes(text.replace("{}", wrong)), text
+    for text in bad:
+        assert not takes(text.replace("{}", call)), text
+
+
 @pytest.mark.parametrize("name", [name for name in FORMATS if TOOL_FORMATS[name].openings])
 def test_a_tool_that_is_not_strict_has_any_arguments(
     name: str, tokenizer: Tokenizer, compiler: GrammarCompiler
@@ -556,7 +603,7 @@ def test_a_tool_that_is_not_strict_has_any_arguments(
         with pytest.raises(NoGrammarError):
             form.grammar(grammar)
         return
-    source = grammar.in_text(form.grammar, form.openings)
+    source = known(form.grammar_in_text(grammar))
     compiled = compiler.compile(StructuredOutput(grammar=source))
 
     def takes(calls: Sequence[Call]) -> bool:

@@ -111,11 +111,14 @@ class CallGrammar:
         for opening in openings:
             self.opening, self._is_opened = opening, False
             each.append(self.sequence(self.up_to(ANY_TEXT, opening), calls(self)))
+        free = self.free_text()
+        held = self.sequence("" if free == ANY_TEXT else free, self.one_of(each))
+        return self.lark(f"{held} | {free}" if self._most == 1 else f"({held})* {free}")
+
+    def free_text(self) -> str:
+        """Any text, with all special tokens but those of the format, so far as it is written."""
         others = sorted(set(self._special.values()) - self._own_ids)
-        free = f"(/{_ANY_TEXT}+/ | <[{_ranges(others)}]>)*" if others else ""
-        held = self.sequence(free, self.one_of(each))
-        text = free or ANY_TEXT
-        return self.lark(f"{held} | {text}" if self._most == 1 else f"({held})* {text}")
+        return f"(/{_ANY_TEXT}+/ | <[{_ranges(others)}]>)*" if others else ANY_TEXT
 
     def sequence(self, *parts: str) -> str:
         """One part after the other."""

@@ -16,7 +16,7 @@ from kvrelay.text.output_parsers.tool_formats.deepseek_v31 import DEEPSEEK_V31
 from kvrelay.text.output_parsers.tool_formats.deepseek_v32 import DEEPSEEK_V4, DEEPSEEK_V32
 from kvrelay.text.output_parsers.tool_formats.glm import GLM45, GLM47
 from kvrelay.text.output_parsers.tool_formats.granite import GRANITE
-from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY
+from kvrelay.text.output_parsers.tool_formats.harmony import FINAL, HARMONY
 from kvrelay.text.output_parsers.tool_formats.hermes import HERMES
 from kvrelay.text.output_parsers.tool_formats.kimi_k2 import KIMI_K2
 from kvrelay.text.output_parsers.tool_formats.llama3_json import LLAMA3_JSON
@@ -57,7 +57,7 @@ ARGUMENT: /[A-Za-z_][A-Za-z0-9_]*/ & ~/{"|".join(KEYWORDS)}/
 """
 
 
-_FORM: Final = "start: form | calls\nform: %json "
+_FORM: Final = "form: %json "
 
 
 def form_or_calls(
@@ -73,7 +73,7 @@ def form_or_calls(
         schemas: the schemas of the functions' arguments, to which calls without tags are not held.
         special: the ids of the vocabulary's special tokens by their text.
     """
-    start = f"{_FORM}{form}\n"
+    start = f"{_FORM}{form}\nstart: form | calls\n"
     if tools is PYTHONIC:
         names = " | ".join([json.dumps(name) for name in schemas if is_name(name)])
         return f"{start}NAME: {names}\n{_PYTHON_CALLS.lstrip()}" if names else None
@@ -87,6 +87,8 @@ def form_or_calls(
         }
         return f'{start}calls: object ("; " object)*\nobject: %json {json.dumps(call)}\n'
     grammar = CallGrammar(schemas, None, special)
+    if tools is HARMONY:
+        start = f"{_FORM}{form}\nstart: {grammar.text(FINAL)} form | calls\n"
     try:
         return start + grammar.lark(tools.grammar(grammar)).replace("start:", "calls:", 1)
     except NoGrammarError:
@@ -99,5 +101,6 @@ def form_beside_calls(grammar: str) -> str | None:
         return None
     with contextlib.suppress(ValueError, RecursionError):
         _, end = json.JSONDecoder().raw_decode(grammar, len(_FORM))
-        return grammar[len(_FORM) : end]
+        if grammar.startswith("\nstart: ", end):
+            return grammar[len(_FORM) : end]
     return None

@@ -16,6 +16,8 @@ class OutputPiece:
 
     content: str = ""
     reasoning: str = ""
+    is_unclosed: bool = False
+    """Whether the output has ended in its reasoning, of which this is the last piece."""
     call: int | None = None
     """The number of the call that the piece is a part of, from 0."""
     name: str = ""

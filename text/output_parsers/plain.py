@@ -53,12 +53,12 @@ class CallsAloneParser:
         self._parser = parser
 
     def push(self, text: str) -> Sequence[OutputPiece]:
-        """The pieces of calls that are certain after some more text."""
-        return [piece for piece in self._parser.push(text) if piece.call is not None]
+        """The pieces of calls, and of reasoning, that are certain after some more text."""
+        return [piece for piece in self._parser.push(text) if not piece.content]
 
     def finish(self, *, is_cut: bool = False) -> Sequence[OutputPiece]:
-        """The remaining pieces of calls."""
-        return [piece for piece in self._parser.finish(is_cut=is_cut) if piece.call is not None]
+        """The remaining pieces of these."""
+        return [piece for piece in self._parser.finish(is_cut=is_cut) if not piece.content]
 
 
 class ContentParser:

@@ -62,7 +62,7 @@ class ReasoningParser:
         if self._is_inside:
             pieces = [*self._inside()]
             held, self._held = self._space.cut(self._held), ""
-            return [*pieces, OutputPiece(reasoning=held)] if held else pieces
+            return [*pieces, OutputPiece(reasoning=held, is_unclosed=True)]
         return [*self._behind(), *self._rest.finish(is_cut=is_cut)]
 
     def _decide(self) -> None:

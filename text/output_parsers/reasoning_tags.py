@@ -12,13 +12,18 @@ class ReasoningTags:
     """The tags around reasoning, which stands before all else."""
 
     opens: tuple[str, ...]
-    """The spellings of the opening tag, none of which begins with another."""
+    """The spellings of the opening tag, none of which begins with another.
+
+    There are none if all is reasoning up to the closing tag.
+    """
     closes: tuple[str, ...]
     """The spellings of the closing tag."""
     begins_inside: bool = False
     """Whether an output without the opening tag begins with reasoning all the same."""
     ends_before: str = ""
     """A tag that ends the reasoning, too, and is none of it; empty: there is none."""
+    forced_end: str = ""
+    """The text that ends reasoning whose budget is spent; empty: the first closing tag."""
 
     def ends_in(self, prompt: str) -> bool:
         """Whether a rendered prompt has begun the reasoning of the answer."""

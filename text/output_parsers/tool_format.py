@@ -36,5 +36,19 @@ class ToolFormat:
     """A function that tells whether a chat template, which shows tools, has this format."""
     openings: tuple[str, ...] = ()
     """The texts that begin calls in other text."""
+    text_grammar: Callable[[CallGrammar], str] | None = None
+    """A function that writes the grammar of an output in which calls may come.
+
+    None: it follows from `openings`, if there are any.
+    """
     new_id: Callable[[str, int], str] = new_call_id
     """A function that makes the id of a call without one, by its name and number."""
+
+    def grammar_in_text(self, grammar: CallGrammar) -> str | None:
+        """The grammar, in Lark's form, of an output in which calls may come.
+
+        It is None if they cannot be told from text. It raises as `grammar` does.
+        """
+        if self.text_grammar is not None:
+            return grammar.lark(self.text_grammar(grammar))
+        return grammar.in_text(self.grammar, self.openings) if self.openings else None

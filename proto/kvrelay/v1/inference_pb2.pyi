@@ -130,7 +130,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logprobs", "logit_bias", "n", "prompt_logprobs", "speculate", "structured_output", "allowed_token_ids", "banned_sequences", "bad_words", "include_stop_str_in_output")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "logprobs", "logit_bias", "n", "prompt_logprobs", "speculate", "structured_output", "reasoning", "thinking_token_budget", "stop_in_reasoning", "allowed_token_ids", "banned_sequences", "bad_words", "include_stop_str_in_output")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,9 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    STOP_IN_REASONING_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BANNED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
@@ -182,11 +185,28 @@ class SamplingParams(_message.Message):
     prompt_logprobs: int
     speculate: bool
     structured_output: StructuredOutput
+    reasoning: Reasoning
+    thinking_token_budget: int
+    stop_in_reasoning: bool
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     banned_sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
     bad_words: _containers.RepeatedScalarFieldContainer[str]
     include_stop_str_in_output: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., skip_special_tokens: bool = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., speculate: bool = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., bad_words: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., skip_special_tokens: bool = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., speculate: bool = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., thinking_token_budget: _Optional[int] = ..., stop_in_reasoning: bool = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., bad_words: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ...) -> None: ...
+
+class Reasoning(_message.Message):
+    __slots__ = ("begun", "begins", "ends", "ends_before", "forced_end")
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    FORCED_END_FIELD_NUMBER: _ClassVar[int]
+    begun: bool
+    begins: _containers.RepeatedScalarFieldContainer[str]
+    ends: _containers.RepeatedScalarFieldContainer[str]
+    ends_before: _containers.RepeatedScalarFieldContainer[str]
+    forced_end: str
+    def __init__(self, begun: bool = ..., begins: _Optional[_Iterable[str]] = ..., ends: _Optional[_Iterable[str]] = ..., ends_before: _Optional[_Iterable[str]] = ..., forced_end: _Optional[str] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "choice", "grammar")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from kvrelay.router.admission.prompt_input import encoded
+from kvrelay.router.admission.prompt_input import BegunReasoning, encoded
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.doors.http.protocol import ChatFields
 from kvrelay.router.errors import InvalidField
@@ -58,11 +58,10 @@ class ChatPrompt:
         self._tags = tags
         self._hidden: PartedConversation | None = None
         """The conversation with its control tokens parted; None: it spells none."""
-        self.ends_in_reasoning = self.ends_in_words = False
-        """Whether the rendered text has begun the answer's reasoning, and has words of it.
-
-        Both are known after the rendering.
-        """
+        self.reasoning = BegunReasoning.AS_ASKED
+        """The state of the answer's reasoning behind the text, known after the rendering."""
+        self.ends_in_words = False
+        """Whether the text has words of the answer; known after the rendering."""
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
         """Return the conversation's tokens; raise `InvalidField` if no room for output is left."""
@@ -72,10 +71,15 @@ class ChatPrompt:
         if self._options["continue_final_message"]:
             said = self._messages[-1]["content"]
             begun = max(map(said.rfind, self._tags.opens))
-            self.ends_in_reasoning = begun > max(map(said.rfind, self._tags.closes))
             self.ends_in_words = not end.endswith(self._tags.opens)
-        else:
-            self.ends_in_reasoning = self._tags.ends_in(end)
+            if begun > max(map(said.rfind, self._tags.closes)):
+                self.reasoning = BegunReasoning.BEGUN
+            elif said.strip():
+                self.reasoning = BegunReasoning.OVER
+        elif self._tags.ends_in(end):
+            self.reasoning = BegunReasoning.BEGUN
+        elif end.endswith(self._tags.closes):
+            self.reasoning = BegunReasoning.OVER
         return encoded(self.field, text, self._encode, limits)
 
     def _render(self) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvrelay.router.admission.prompt_input import BegunReasoning
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 from kvrelay.router.doors.http.chat_prompt import ChatPrompt
 from kvrelay.router.doors.http.protocol import ChatCompletionRequest
@@ -33,7 +35,11 @@ from kvrelay.text.output_parsers.reasoning_tags import (
     reasoning_tags_of,
 )
 from kvrelay.text.output_parsers.tool_format import ToolFormat
-from kvrelay.text.output_parsers.tool_formats.harmony import HARMONY, HarmonyParser
+from kvrelay.text.output_parsers.tool_formats.harmony import (
+    HARMONY,
+    HarmonyParser,
+    harmony_reasoning,
+)
 from kvrelay.text.output_parsers.tool_formats.llama3_json import json_calls_parser
 from kvrelay.text.token_texts import TokenTexts
 from kvrelay.v1 import inference_pb2
@@ -100,6 +106,8 @@ class Tools:
     """Whether only the first of the model's calls counts."""
     in_own_format: bool = False
     """Whether a grammar holds calls to the model's own format and to their schemas."""
+    beside_form: bool = False
+    """Whether calls may come in place of a form."""
     schemas: Schemas = field(default_factory=dict)
     """The schemas of arguments by function."""
 
@@ -132,29 +140,67 @@ def speaker(
 ) -> MakeParser | None:
     """Return a function that makes a parser of an output; None: all of it is content.
 
-    An output with a structured form has no reasoning, even if its prompt ends in reasoning.
-
     Args:
         tools: the call's tools.
         dialect: the model's dialect.
         prompt: the prompt, which is rendered before a parser is made.
-        has_form: whether the output has a structured form.
+        has_form: whether the output has a structured form, behind its reasoning.
         separates: whether reasoning is told apart from content.
     """
     make = tools.parser(dialect)
     tags = dialect.reasoning
-    if tags is None or not separates or has_form or dialect.channels is not None:
+    is_told = separates or tools.named or tools.required
+    if tags is None or not is_told or dialect.channels is not None:
         return make
+    if has_form and not tools.in_own_format:
+        tags = dataclasses.replace(tags, ends_before="")
 
     def make_speaker(is_whole: bool) -> OutputParser:
+        rest = make(is_whole) if make is not None else ContentParser()
+        if has_form and prompt.reasoning is BegunReasoning.OVER:
+            return rest
         return ReasoningParser(
-            make(is_whole) if make is not None else ContentParser(),
-            begins_inside=prompt.ends_in_reasoning,
+            rest,
+            begins_inside=prompt.reasoning is BegunReasoning.BEGUN,
             skips_space=not prompt.ends_in_words,
             form=tags,
         )
 
     return make_speaker
+
+
+def set_reasoning(params: inference_pb2.SamplingParams, dialect: Dialect, tools: Tools) -> None:
+    """Say where reasoning ends, if a form, a budget or stop strings depend on it.
+
+    Without reasoning, a budget says nothing and is left out.
+
+    Args:
+        params: the parameters, which are changed.
+        dialect: the model's dialect.
+        tools: the call's tools.
+    """
+    has_form = params.HasField(FIELD)
+    tags = dialect.reasoning
+    if dialect.channels is not None:
+        has_calls = tools.in_own_format or tools.beside_form
+        is_plain_call = has_form and not has_calls and (tools.required or bool(tools.named))
+        tags = harmony_reasoning(has_form=has_form, has_calls=has_calls)
+        tags = None if is_plain_call else tags  # it has no header that ends the reasoning
+    if tags is None:
+        params.ClearField("thinking_token_budget")
+        return
+    if not (has_form or params.stop or params.HasField("thinking_token_budget")):
+        return
+    ends_before = tags.ends_before if tools.in_own_format or not has_form else ""
+    params.reasoning.CopyFrom(
+        inference_pb2.Reasoning(
+            begun=not tags.opens,
+            begins=tags.opens,
+            ends=tags.closes,
+            ends_before=[ends_before] if ends_before else (),
+            forced_end=tags.forced_end,
+        )
+    )
 
 
 def read_tools(
@@ -192,8 +238,9 @@ def read_tools(
                 "the chat template shows none, or in a form that is not known here: "
                 "--tool-call-parser names the form, and tool_choice can require a call",
             )
-        if body.response_format is not None and body.response_format.type != "text":
-            _allow_calls_beside_form(functions, dialect, params, tokens)
+        beside_form = body.response_format is not None and body.response_format.type != "text"
+        if beside_form:
+            beside_form = _allow_calls_beside_form(functions, dialect, params, tokens)
         first_alone = body.parallel_tool_calls is False
         return Tools(
             tools,
@@ -201,6 +248,7 @@ def read_tools(
             in_own_format=_hold_strict_calls(
                 functions, dialect, params, 1 if first_alone else None, tokens
             ),
+            beside_form=beside_form,
             schemas={name: one.get("parameters") or {} for name, one in functions.items()},
         )
     if params.HasField(FIELD):
@@ -268,14 +316,16 @@ def _allow_calls_beside_form(
     dialect: Dialect,
     params: inference_pb2.SamplingParams,
     tokens: TokenTexts,
-) -> None:
+) -> bool:
     """Let calls come in place of a form, if there is one and the format can tell them."""
     form = params.structured_output.json_schema if params.HasField(FIELD) else ""
     if not form or dialect.tools is None:
-        return
+        return False
     either = form_or_calls(form, dialect.tools, _held_schemas(functions), tokens.unspelled_ids)
-    if either is not None and len(either.encode()) <= MAX_GRAMMAR_BYTES:
-        params.structured_output.CopyFrom(inference_pb2.StructuredOutput(grammar=either))
+    if either is None or len(either.encode()) > MAX_GRAMMAR_BYTES:
+        return False
+    params.structured_output.CopyFrom(inference_pb2.StructuredOutput(grammar=either))
+    return True
 
 
 def _own_grammar(
@@ -296,17 +346,16 @@ def _own_grammar(
         in_text: whether calls may come, in other text.
     """
     form = dialect.tools
-    if form is None or (in_text and not form.openings):
+    if form is None:
         return None
     grammar = CallGrammar(schemas, most, tokens.unspelled_ids)
     try:
-        if in_text:
-            written = grammar.in_text(form.grammar, form.openings)
-        else:
-            written = grammar.lark(form.grammar(grammar))
+        calls = None if in_text else form.grammar(grammar)
+        written = form.grammar_in_text(grammar) if calls is None else grammar.lark(calls)
     except NoGrammarError:
         return None
-    return written if len(written.encode()) <= MAX_GRAMMAR_BYTES else None
+    is_short = written is not None and len(written.encode()) <= MAX_GRAMMAR_BYTES
+    return written if is_short else None
 
 
 def _by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

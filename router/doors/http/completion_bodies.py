@@ -21,7 +21,7 @@ from kvrelay.router.callers import Caller
 from kvrelay.router.doors.http.answers import Shown
 from kvrelay.router.doors.http.chat_parts import ToldReasoning
 from kvrelay.router.doors.http.chat_prompt import read_chat
-from kvrelay.router.doors.http.chat_tools import Dialect, read_tools, speaker
+from kvrelay.router.doors.http.chat_tools import Dialect, read_tools, set_reasoning, speaker
 from kvrelay.router.doors.http.logprobs_answer import TokenNames
 from kvrelay.router.doors.http.protocol import (
     ChatCompletionRequest,
@@ -147,6 +147,7 @@ def read_chat_completion(
         asked_as = dict.fromkeys(forms, "tools")
     elif FIELD in asked_as:
         asked_as[f"{FIELD}.grammar"] = asked_as[FIELD]
+    set_reasoning(params, dialect, tools)
     prompt = read_chat(body, body_bytes, texts, dialect.template, tools.shown, dialect.reasoning)
     if body.top_logprobs and not body.logprobs:
         raise InvalidField("top_logprobs", "is allowed with logprobs alone")

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
 
-from .test_tools import ASKED, ask, saying, served, whole
+from .test_tools import ARGUMENTS, ASKED, HERMES, LENGTH, ask, saying, served, streamed, whole
 
 THINKS = ">{{ enable_thinking }}{{ thinking }}{{ reasoning_effort }}{# <think> #}"
 SAID = "<think>\nHm, hm.\n</think>\n\nYes, I do."
@@ -122,3 +123,122 @@ async def test_channels_of_harmony_that_nobody_wants_told(
             message, _ = whole(await ask(client))
             assert (message["reasoning"], message["content"]) == (reasoning, content)
             assert [arguments for _, arguments in message["calls"]] == calls
+
+
+FORM: Any = {"response_format": {"type": "json_object"}}
+NAMED: Any = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+WRITTEN = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("end", "begun"), [("<think>\n", True), ("", False), ("<think>\n\n</think>\n\n", None)]
+)
+async def test_a_form_or_a_call_comes_behind_the_reasoning(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, end: str, begun: bool | None
+) -> None:
+    template = f"{HERMES}{{# <think> #}}{end}"
+    thought = "" if begun is None else "Hm."
+    before = {True: "Hm.\n</think>\n\n", False: "<think>\nHm.\n</think>\n\n", None: ""}[begun]
+    calls = [["weather", ARGUMENTS]]
+    async with served(config, tmp_path, template) as (cluster, client):
+        worker = cluster.workers[0]
+        cases: list[tuple[dict[str, Any], str, str, list[Any]]] = [
+            ({**FORM, "tools": openai.omit}, '{"a": 1}', '{"a": 1}', []),
+            (NAMED, WRITTEN, "", calls),
+            ({"tool_choice": "required"}, WRITTEN, "", calls),
+        ]
+        for changes, text, content, called in cases:
+            worker.on_submit = saying(before + text, tokenizer)
+            for message, _ in (
+                whole(await ask(client, **changes)),
+                await streamed(client, **changes),
+            ):
+                assert message == {"content": content, "reasoning": thought, "calls": called}
+            sent = worker.submits[-1].sampling_params
+            assert sent.HasField("structured_output")
+            assert sent.HasField("reasoning") is (begun is not None)
+            if begun is not None:
+                assert sent.reasoning.begun is begun
+                assert (sent.reasoning.begins, sent.reasoning.ends) == (["<think>"], ["</think>"])
+
+
+async def test_forms_and_calls_of_harmony_come_behind_its_analysis(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    template = "{{ messages[0].content }}{# tools <|channel|> #}"
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final, call = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.weather"
+    call = f"{call} <|constrain|>json<|message|>{ARGUMENTS}"
+    cases: list[tuple[dict[str, Any], str, list[Any], str]] = [
+        ({**FORM, "tools": openai.omit}, f'{final}{{"a": 1}}', [], final),
+        (FORM, f'{final}{{"a": 1}}', [], "<|start|>assistant"),
+        ({"tool_choice": "required"}, call, [["weather", ARGUMENTS]], "<|start|>assistant"),
+    ]
+    async with served(config, tmp_path, template) as (cluster, client):
+        worker = cluster.workers[0]
+        for changes, text, calls, end in cases:
+            worker.on_submit = saying(analysis + text, tokenizer)
+            message, _ = whole(await ask(client, **changes))
+            content = "" if calls else '{"a": 1}'
+            assert message == {"content": content, "reasoning": "Hm.", "calls": calls}
+            sent = worker.submits[-1].sampling_params
+            assert sent.reasoning.ends[0] == end
+            assert end in sent.reasoning.forced_end
+            beside = f'start: "{final}" form | calls' in sent.structured_output.grammar
+            assert beside is (changes is FORM)
+
+
+async def test_what_depends_on_reasoning_says_where_it_ends(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    cases: list[tuple[str, dict[str, Any], bool, int | None]] = [
+        (THINKS, {}, False, None),
+        (THINKS, {"stop": "x"}, True, None),
+        (THINKS, {"thinking_token_budget": 0}, True, 0),
+        (HERMES, {"stop": "x", "thinking_token_budget": 5}, False, None),
+    ]
+    for template, extra, says, budget in cases:
+        async with served(config, tmp_path, template) as (cluster, client):
+            cluster.workers[0].on_submit = saying("Yes.", tokenizer)
+            await ask(client, tools=openai.omit, extra_body=extra)
+            sent = cluster.workers[0].submits[-1].sampling_params
+            assert sent.HasField("reasoning") is says
+            given = sent.thinking_token_budget if sent.HasField("thinking_token_budget") else None
+            assert given == budget
+    async with served(config, tmp_path, THINKS) as (cluster, client):
+        with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
+            await client.completions.create(
+                model="counter", prompt="x", extra_body={"thinking_token_budget": 5}
+            )
+
+
+async def test_stop_strings_let_reasoning_be_unless_asked(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """A worker that has not said that it ended by one has found none."""
+    async with served(config, tmp_path, THINKS) as (cluster, client):
+        cluster.workers[0].on_submit = saying("<think>\nHm, hm.\n</think>\n\nYes.", tokenizer)
+        asked: dict[str, Any] = {"tools": openai.omit, "stop": ["hm", "\n\n"]}
+        message, reason = whole(await ask(client, **asked))
+        assert (message["reasoning"], message["content"]) == ("Hm, hm.", "Yes.")
+        assert reason == "stop"
+        await ask(client, **asked, extra_body={"stop_in_reasoning": True})
+        assert cluster.workers[0].submits[-1].sampling_params.stop_in_reasoning
+
+
+@pytest.mark.parametrize("template", [THINKS, "{{ messages[0].content }}{# tools <|channel|> #}"])
+async def test_an_output_that_ends_in_its_reasoning_says_so(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer, template: str
+) -> None:
+    begin = "<think>" if template == THINKS else "<|channel|>analysis<|message|>"
+    end = "</think>" if template == THINKS else "<|end|>"
+    async with served(config, tmp_path, template) as (cluster, client):
+        for text, unclosed in [(f"{begin}Hm", True), (f"{begin}Hm{end}", False)]:
+            cluster.workers[0].on_submit = saying(text, tokenizer, LENGTH)
+            answer = await ask(client, tools=openai.omit)
+            [choice] = answer.choices
+            assert (whole(answer)[0]["reasoning"], choice.finish_reason) == ("Hm", "length")
+            assert bool((choice.model_extra or {}).get("ended_in_reasoning")) is unclosed
+            stream = await ask(client, tools=openai.omit, stream=True)
+            last = [chunk.choices[0] async for chunk in stream][-1]
+            assert bool((last.model_extra or {}).get("ended_in_reasoning")) is unclosed

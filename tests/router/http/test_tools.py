@@ -230,18 +230,6 @@ async def test_a_prompt_that_has_begun_to_reason(
             assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
 
 
-async def test_an_output_with_a_form_has_no_reasoning(
-    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    """The form begins at once, whatever the prompt ends with."""
-    template = "{{ messages[0].content }}<think>\n"
-    form: dict[str, Any] = {"response_format": {"type": "json_object"}, "tools": openai.omit}
-    async with served(config, tmp_path, template) as (cluster, client):
-        cluster.workers[0].on_submit = saying('{"a": 1}', tokenizer)
-        for message, _ in (whole(await ask(client, **form)), await streamed(client, **form)):
-            assert (message["reasoning"], message["content"]) == ("", '{"a": 1}')
-
-
 async def test_a_form_beside_tools_that_may_be_called(
     config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

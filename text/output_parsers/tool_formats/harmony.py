@@ -7,10 +7,11 @@ from collections.abc import Generator, Sequence
 from typing import Final
 
 from kvrelay.text.output_parsers.call_blocks import Source, ToldCalls
-from kvrelay.text.output_parsers.call_grammar import CallGrammar
+from kvrelay.text.output_parsers.call_grammar import ANY_TEXT, CallGrammar
 from kvrelay.text.output_parsers.json_readers import read_arguments
 from kvrelay.text.output_parsers.marked_arguments import Schema
 from kvrelay.text.output_parsers.pieces import OutputPiece
+from kvrelay.text.output_parsers.reasoning_tags import ReasoningTags
 from kvrelay.text.output_parsers.tool_format import ToolFormat
 
 _CHANNEL: Final = "<|channel|>"
@@ -20,6 +21,29 @@ _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT: Final = re.compile(r"to=([^\s<]+)")
 _NAMED: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _PEOPLE: Final = ("assistant", "user", "all")
+_ANSWER: Final = f"{_START}assistant"
+FINAL: Final = f"{_CHANNEL}final{_MESSAGE}"
+"""The header of a message that is the answer."""
+_ANALYSIS: Final = ReasoningTags((f"{_CHANNEL}analysis",), ("<|end|>",))
+_BEFORE_CALLS: Final = ReasoningTags(_ANALYSIS.opens, (_ANSWER,), forced_end=f"<|end|>{_ANSWER}")
+_BEFORE_FORM: Final = ReasoningTags(
+    (),
+    (FINAL, *(f"{_CHANNEL}final{space}<|constrain|>json{_MESSAGE}" for space in ("", " "))),
+    begins_inside=True,
+    forced_end=f"<|end|>{_ANSWER}{FINAL}",
+)
+
+
+def harmony_reasoning(*, has_form: bool, has_calls: bool) -> ReasoningTags:
+    """The tags around what comes before the message that has a form, or before any other.
+
+    Args:
+        has_form: whether the output has a form.
+        has_calls: whether calls may be in it, which have headers of their own.
+    """
+    if not has_form:
+        return _ANALYSIS
+    return _BEFORE_CALLS if has_calls else _BEFORE_FORM
 
 
 class HarmonyParser:
@@ -111,6 +135,8 @@ class HarmonyParser:
             if tag in (_START, _CHANNEL):
                 self._source.give_back(tag)
             if tag or self._source.has_ended:
+                if is_reasoning and not tag:
+                    self._pieces.append(OutputPiece(is_unclosed=True))
                 return
 
     def _call(self, name: str) -> Generator[None, None, None]:
@@ -136,12 +162,30 @@ class HarmonyParser:
             self._pieces.append(OutputPiece(content=text))
 
 
+def _header(name: str) -> str:
+    return f"{_CHANNEL}commentary to=functions.{name} <|constrain|>json{_MESSAGE}"
+
+
 def _grammar(grammar: CallGrammar) -> str:
     def call(name: str, schema: Schema) -> str:
-        header = f"{_CHANNEL}commentary to=functions.{name} <|constrain|>json{_MESSAGE}"
-        return grammar.sequence(grammar.text(header), grammar.json(schema))
+        return grammar.sequence(grammar.text(_header(name)), grammar.json(schema))
 
     return grammar.each(call)
+
+
+def _text_grammar(grammar: CallGrammar) -> str:
+    """Messages without recipients, the last of which may be a call."""
+
+    def call(name: str, schema: Schema) -> str:
+        other = f" to=functions.{name}{_CHANNEL}commentary <|constrain|>json{_MESSAGE}"
+        headers = [grammar.text(one) for one in (_header(name), other)]
+        return grammar.sequence(grammar.one_of(headers), grammar.json(schema))
+
+    channels = ("analysis", "commentary", "final")
+    header = grammar.one_of([grammar.text(f"{_CHANNEL}{one}{_MESSAGE}") for one in channels])
+    before = grammar.sequence(header, grammar.up_to(ANY_TEXT, f"<|end|>{_ANSWER}"))
+    said = grammar.sequence(header, ANY_TEXT)
+    return f"({before})* {grammar.one_of([said, grammar.each(call)])}"
 
 
 HARMONY: Final = ToolFormat(
@@ -149,4 +193,5 @@ HARMONY: Final = ToolFormat(
     lambda _schemas, is_whole: HarmonyParser(is_whole=is_whole),
     _grammar,
     lambda template: _CHANNEL in template,
+    text_grammar=_text_grammar,
 )

@@ -17,6 +17,9 @@ _CLOSE: Final = "<|python_end|>"
 _PLAIN: Final = frozenset({"string", "number", "integer"})
 """The types whose values are alike in JSON and in Python."""
 _MOST: Final = 16 << 10
+_SPACES: Final = r"\x09-\x0d\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+"""Python's white space, as in a class of characters."""
+_SPACE: Final = f"[{_SPACES}]"
 
 
 def _read(source: Source, calls: ToldCalls) -> Reading:
@@ -93,6 +96,12 @@ def _bare_grammar(grammar: CallGrammar) -> str:
     return grammar.sequence(grammar.text("["), calls, grammar.text("]"))
 
 
+def _text_grammar(grammar: CallGrammar) -> str:
+    """Calls alone, or text that does not begin as they do."""
+    calls, free = _bare_grammar(grammar), grammar.free_text()
+    return rf"{calls} | /{_SPACE}*/ | /{_SPACE}*([^\[{_SPACES}]|\[[^A-Za-z_{_SPACES}])/ {free}"
+
+
 def _literal(grammar: CallGrammar, described: Any, root: Schema) -> str:
     """A value as Python writes it."""
     if not isinstance(described, dict):
@@ -126,6 +135,7 @@ PYTHONIC: Final = ToolFormat(
     lambda _schemas, _is_whole: PythonicParser(),
     _bare_grammar,
     lambda template: "func_name1(" in template,
+    text_grammar=_text_grammar,
 )
 LLAMA4_PYTHONIC: Final = ToolFormat(
     "llama4_pythonic",
