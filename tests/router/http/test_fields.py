@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 
 from kvrelay.v1 import worker_pb2
 
+from tests.known import known
+
 from ..cluster import Cluster
 from ..scripted_worker import ScriptedWorker
 from .client import CHAT, PROMPT, events, text_of
@@ -44,8 +46,8 @@ async def test_what_workers_learn(
         submit = await asked(cluster, http, {**PROMPT, field: value})
         assert getattr(submit.sampling_params.structured_output, form) == value
 
-    form = {"type": "json_object", "schema": {"type": "null"}}
-    submit = await asked(cluster, http, {**CHAT, "response_format": form})
+    wanted = {"type": "json_object", "schema": {"type": "null"}}
+    submit = await asked(cluster, http, {**CHAT, "response_format": wanted})
     assert submit.sampling_params.structured_output.json_schema == '{"type": "null"}'
 
     submit = await asked(cluster, http, {**PROMPT, "n": 128, "max_tokens": 1})
@@ -105,8 +107,8 @@ async def test_a_text_with_its_stop(
     cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer, field: str
 ) -> None:
     """The worker ends the output at its third token."""
-    tokens = tuple(tokenizer.token_to_id(letter) for letter in "abc")
-    ends = [
+    tokens = tuple(known(tokenizer.token_to_id(letter)) for letter in "abc")
+    ends: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"matched_stop_string": "c"}, {"stop": "c"}),
         ({"matched_token_id": tokens[-1]}, {"stop_token_ids": [tokens[-1]]}),
     ]
