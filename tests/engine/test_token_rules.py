@@ -110,7 +110,8 @@ def test_outputs_are_those_of_a_plain_run(
     monkeypatch.setattr(Simulation, "late", late)
     outputs, served = outputs_of(model, mode, rules(model))
     assert outputs == expected
-    assert not mode.retract_every or sum(one.retractions for one in served)
+    if mode.retract_every:
+        assert sum(one.retractions for one in served) > 0
 
 
 def test_a_grammar_and_rules_hold_together(model: Path) -> None:

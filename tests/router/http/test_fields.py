@@ -9,7 +9,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.v1 import worker_pb2
-
 from tests.known import known
 
 from ..cluster import Cluster
