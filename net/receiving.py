@@ -66,8 +66,8 @@ class OpenCalls:
     Args:
         rule: the method's rule.
         make_room: called when there are too many; may end one soon. None: one more is refused.
-        hang_up: ends all calls of a caller soon, which is a connection, if it has at least half
-            of what the rule gives it; None: nobody's are ended.
+        hang_up: ends all calls of a caller soon, which is a connection; None: nobody's are ended.
+            Whoever has less than half of its bound is spared.
     """
 
     def __init__(

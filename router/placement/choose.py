@@ -124,25 +124,38 @@ class Placer:
     def _choose_computing(self, prefill: Candidate, decode: Candidate, demand: Demand) -> Chosen:
         """Choose the worker of a pair that computes the prompt."""
         by_prefill, by_decode = partial(Chosen, decode, prefill), partial(Chosen, decode, None)
-        there = self._borrower(prefill, decode, demand)
+        lendable, per_second = self._lendable(prefill, decode, demand)
         if not self._rules.decodes_alone:
+            if not per_second:
+                return by_prefill(Reason.MODE)
+            there = self._side(WorkerRole.PREFILL, prefill, demand).lent(lendable, per_second)
             return by_prefill(Reason.MODE, expect_lent(demand.input_tokens, there))
         if demand.computed_by:
             return by_prefill(Reason.SOONER)
         if (suspect := demand.suspect_of(prefill, decode)) is not None:
             return (by_decode if suspect is WorkerRole.PREFILL else by_prefill)(Reason.SUSPECT)
+        there = self._side(WorkerRole.PREFILL, prefill, demand)
         here = self._side(WorkerRole.DECODE, decode, demand)
+        if per_second:
+            there = there.lent(lendable, per_second)
         decision = decide(demand.input_tokens, there, here, self._rules.targets)
         chosen = by_decode if decision.by_decode else by_prefill
         return chosen(decision.reason, decision.lent_tokens)
 
-    def _borrower(self, prefill: Candidate, decode: Candidate, demand: Demand) -> Side:
-        """The prefill side of a pair, with what the decode worker has and may lend it."""
-        side = self._side(WorkerRole.PREFILL, prefill, demand)
+    def _lendable(self, prefill: Candidate, decode: Candidate, demand: Demand) -> tuple[int, float]:
+        """The tokens of the prompt that a decode worker has and a prefill worker has not.
+
+        Returns:
+            Their number from the prompt's start on, and how many of them the prefill worker reads
+            in a second; 0: it is lent none.
+        """
         if WorkerRole.PREFILL in demand.in_full_on:
-            return side
+            return 0, 0.0
         here = max(demand.kept_on(decode.incarnation), self._workers.hit_tokens(decode, demand))
-        return side.lent(here, prefill.incarnation, decode.load.peers)
+        if here <= self._workers.hit_tokens(prefill, demand):
+            return 0, 0.0
+        mine = (peer for peer in decode.load.peers if peer.incarnation == prefill.incarnation)
+        return here, next((peer.lent_tokens_per_second for peer in mine), 0.0)
 
     def _side(self, role: WorkerRole, one: Candidate, demand: Demand) -> Side:
         cached = self._workers.hit_tokens(one, demand.to_compute_on(role))

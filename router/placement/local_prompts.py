@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +15,6 @@ from kvrelay.pacing.chunk_size import (
 )
 from kvrelay.router.placement.chosen import Reason
 from kvrelay.router.placement.estimate import ExpectedPrompts, most_tokens_ahead
-from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork
 
 _HAND_OVER_WORTH: Final = 1.25
@@ -59,21 +57,10 @@ class Side:
         in_flight = min(max(unwaiting, 0.0), 2 * chunk_tokens)
         return in_flight - min(in_flight, chunk_tokens) / 2
 
-    def lent(self, tokens: int, borrower: str, peers: Iterable[PeerTransport]) -> Side:
-        """The side, with tokens that it may read from a worker; unchanged where nobody lends.
-
-        Args:
-            tokens: the tokens of the prompt that the other worker has, of a session or cached.
-            borrower: this side's incarnation.
-            peers: the other worker's peers.
-        """
-        if tokens <= self.cached_tokens:
-            return self
-        known = (one.lent_tokens_per_second for one in peers if one.incarnation == borrower)
-        speed = next(known, 0.0)
-        if not speed:
-            return self
-        return replace(self, lent_tokens=tokens, lent_seconds=(tokens - self.cached_tokens) / speed)
+    def lent(self, tokens: int, tokens_per_second: float) -> Side:
+        """The side, with tokens of the prompt that it may read from the other worker so fast."""
+        seconds = (tokens - self.cached_tokens) / tokens_per_second
+        return replace(self, lent_tokens=tokens, lent_seconds=seconds)
 
     def own_tokens(self, tokens: int) -> int:
         """The tokens that it would have to compute of an input of `tokens`."""
@@ -131,9 +118,7 @@ def decide(
 def expect_lent(tokens: int, prefill: Side) -> int:
     """The tokens of a prompt that a prefill worker has or will read, as in a `Decision`."""
     speeds = prefill.queue.load.speeds
-    if not (prefill.lent_tokens and speeds.prompts_known):
-        return 0
-    return _read_if_sooner(tokens, prefill, speeds)[2]
+    return _read_if_sooner(tokens, prefill, speeds)[2] if speeds.prompts_known else 0
 
 
 def _read_if_sooner(tokens: int, prefill: Side, speeds: StepSpeeds) -> tuple[Side, float, int]:

@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@few(5)
+@few(3)
 @pytest.mark.parametrize(("architecture", "mode"), share(ARCHITECTURES, MODES), ids=str)
 def test_turns_have_the_tokens_of_a_plain_run(
     checkpoints: Path, architecture: str, mode: Mode

@@ -49,7 +49,7 @@ NAMES = [
     *LATENT,
 ]
 OFTEN = [
-    pytest.param(name, marks=pytest.mark.slow if name.startswith("llama-") else ())
+    pytest.param(name, marks=pytest.mark.slow if name.startswith(("llama-", "granite")) else ())
     for name in NAMES
 ]
 """For tests in which what these have of their own, heads and positions, is computed as in any."""

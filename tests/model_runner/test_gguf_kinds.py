@@ -36,6 +36,7 @@ def test_a_file_is_the_model_that_it_was_written_from(name: str, tmp_path: Path)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -83,7 +83,7 @@ async def test_a_client_that_does_not_read_loses_its_request(impatient: Cluster)
 
 async def test_a_client_that_stops_reading_is_given_up_in_time(config: RouterConfig) -> None:
     """Although its request is complete, and less waits than the router would keep."""
-    config = dataclasses.replace(config, read_timeout=1.0)
+    config = dataclasses.replace(config, read_timeout=2.0)
     async with running(config, "prefill-0", "decode-0") as cluster, narrow(cluster) as stub:
         call = generate(stub)
         submit = await cluster.prefill.submitted()

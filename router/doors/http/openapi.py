@@ -114,6 +114,8 @@ def _link(link: OperationLink) -> Mapping[str, Any]:
 
 
 def _of_media(media: str) -> Mapping[str, Any]:
+    if media == EVENTS:  # readers take an event with a name for an object
+        return {"type": ["string", "object"]}
     return {"type": "object" if media == JSON else "string"}
 
 

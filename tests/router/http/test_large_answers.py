@@ -185,6 +185,7 @@ async def test_a_client_that_knows_no_chunks(http_config: RouterConfig) -> None:
         assert len(json.loads(large)["choices"]) == 16
 
 
+@pytest.mark.slow  # the tests before have both by themselves
 async def test_a_client_that_knows_no_chunks_and_does_not_read(http_config: RouterConfig) -> None:
     async with counting(replace(http_config, read_timeout=0.3)) as (cluster, _):
         say_much(cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import RouterConfig
@@ -24,6 +27,7 @@ from kvrelay.v1 import worker_pb2
 from ..cluster import Cluster, running
 from ..scripted_worker import RETRACTED, ScriptedWorker, emitted_by, until
 from .client import with_http
+from .test_fuzz import JSON
 from .test_tools import EOS, LENGTH, saying
 
 TEMPLATE = (
@@ -112,6 +116,7 @@ async def test_thinking_text_and_calls_streamed_and_whole(
             usage = message.usage
             assert usage.input_tokens == len(worker.submits[0].input_ids)
             assert usage.output_tokens == len(tokenizer.encode(ANSWER).ids) + 1
+            assert usage.output_tokens_details is not None
             assert usage.output_tokens_details.thinking_tokens > 2
         prompt = tokenizer.decode(list(worker.submits[0].input_ids))
         assert '"name": "weather"' in prompt
@@ -150,7 +155,7 @@ async def test_a_message_is_the_same_if_it_is_computed_in_two_attempts(
                 first = len(emitted_by(submit))
                 worker.say(submit, first, tuple(ids[first : None if first else cut]))
                 if first:
-                    ended = worker_pb2.RequestEnd(reason=1, matched_token_id=EOS)
+                    ended = worker_pb2.RequestEnd(reason="REASON_STOP", matched_token_id=EOS)
                     worker.say(submit, len(ids), (EOS,), end=ended)
                 else:
                     worker.say(submit, cut, end=RETRACTED)
@@ -372,6 +377,7 @@ def test_a_conversation_becomes_a_chat() -> None:
     chat = chat_of(
         system=[text("a"), text("b")],
         messages=[
+            {"role": "system", "content": "c"},
             said(text("one"), {"type": "document", "source": plain, "title": "D"}),
             {"role": "user", "content": "two"},
             said(*turn, role="assistant"),
@@ -385,7 +391,7 @@ def test_a_conversation_becomes_a_chat() -> None:
     function = {"name": "weather", "arguments": {"city": "x"}}
     unread = "[an image or a file, which this model cannot read]"
     assert chat["messages"] == [
-        {"role": "system", "content": ["a", "b"]},
+        {"role": "system", "content": ["a", "b", "c"]},
         {"role": "user", "content": ["one", "D", "words", "two"]},
         {
             "role": "assistant",
@@ -403,6 +409,34 @@ def test_a_conversation_becomes_a_chat() -> None:
     assert chat["continue_final_message"] is True
     with pytest.raises(InvalidField, match="messages: must not end with a call"):
         chat_of(messages=[said(*turn, role="assistant")])
+
+
+BLOCKS_OF_ANY_KIND = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "document", "x"])},
+    optional={
+        name: JSON | st.just("x")
+        for name in ("text", "thinking", "id", "name", "input", "tool_use_id", "content", "source")
+    },
+)
+TURNS = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": JSON | st.lists(BLOCKS_OF_ANY_KIND, max_size=3),
+    }
+)
+MEMBERS = ("system", "tools", "tool_choice", "thinking", "output_config", "stop_sequences", "seed")
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(
+    turns=st.lists(TURNS, min_size=1, max_size=3),
+    other=st.dictionaries(st.sampled_from(MEMBERS), JSON, max_size=1),
+)
+def test_any_body_becomes_a_chat_or_is_refused(
+    turns: list[dict[str, Any]], other: dict[str, Any]
+) -> None:
+    with contextlib.suppress(InvalidField):
+        chat_of(messages=turns, **other)
 
 
 def test_parameters_become_those_of_a_chat() -> None:

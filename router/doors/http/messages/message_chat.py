@@ -138,14 +138,14 @@ class _Conversation:
         self._left_out = left_out
 
     def add_system(self, place: str, content: Blocks) -> None:
-        """Add a system's message."""
+        """Add a system's message; several in a row become one, as templates may take one alone."""
         parts = [
             text
             for text in self._texts(place, content)
             if not text.startswith(_TAG_OF_EACH_CALL) or self._leave_out("system.billing_header")
         ]
         if parts:
-            self.chat.append({"role": "system", "content": parts})
+            self._add_texts("system", parts)
 
     def add(self, place: str, role: str, content: Blocks) -> None:
         """Add a turn; several of one role in a row become one."""
@@ -164,12 +164,14 @@ class _Conversation:
                 self.chat.append(self._result(where, block))
             else:
                 said += self._texts_of(where, block)
-        if not said:
-            return
-        if self.chat and self.chat[-1]["role"] == "user":
-            self.chat[-1]["content"] += said
+        if said:
+            self._add_texts("user", said)
+
+    def _add_texts(self, role: str, texts: list[str]) -> None:
+        if self.chat and self.chat[-1]["role"] == role:
+            self.chat[-1]["content"] += texts
         else:
-            self.chat.append({"role": "user", "content": said})
+            self.chat.append({"role": role, "content": texts})
 
     def _result(self, place: str, block: Object) -> dict[str, Any]:
         """Return a tool's result as a message."""
