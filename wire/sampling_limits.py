@@ -21,10 +21,10 @@ MAX_STOP_LENGTH: Final = 1024
 """The most characters of one stop string."""
 MAX_TOKEN_RULES: Final = 1024
 """The most entries of `stop_token_ids`, `logit_bias`, `banned_sequences` and `bad_words`."""
-MAX_ALLOWED_TOKENS: Final = 1 << 16
+MAX_ALLOWED_TOKENS: Final = 1 << 14
 """The most entries of `allowed_token_ids`."""
-MAX_BANNED_TOKENS: Final = 256
-"""The most tokens of one entry of `banned_sequences`."""
+MAX_BANNED_TOKENS: Final = 1 << 14
+"""The most tokens of all entries of `banned_sequences` together."""
 MAX_ALTERNATIVES: Final = 1024
 """The most texts of a structured output's `choice`."""
 MAX_REASONING_TEXTS: Final = 16

@@ -6,6 +6,7 @@ They follow from the output's tokens alone, as a grammar's masks do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -14,27 +15,35 @@ from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.model_runner.sampling.sampler import SamplingRow, TokenMasks
 from kvrelay.text.grammar import GrammarError
-from kvrelay.wire.submit import SamplingParams
+from kvrelay.wire.submit import BannedSequence
 
+_MADE: Final = 4
+"""The latest rules that are kept, for the other choices of their requests."""
 _NOTHING_LEFT: Final = (
     "allowed_token_ids, banned sequences and what else the request asks for leave no token"
 )
 
 
 class TokenRules:
-    """The rules of one request.
+    """The rules of one request, whose choices share them.
 
     Args:
-        params: the parameters that have them.
+        allowed_ids: the tokens that are allowed; none: all are.
+        sequences: the sequences that are banned.
         vocab_size: the tokens of the vocabulary.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(
+        self,
+        allowed_ids: Sequence[int],
+        sequences: Sequence[BannedSequence],
+        vocab_size: int,
+    ) -> None:
         allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
-        allowed[list(params.allowed_token_ids) or slice(vocab_size)] = True
+        allowed[list(allowed_ids) or slice(vocab_size)] = True
         self._ends: dict[int, list[tuple[Sequence[int], int]]] = {}
         """Banned tokens by the one before them, each with all that are before it."""
-        for banned in params.banned_sequences:
+        for banned in sequences:
             *before, last = banned.ids
             if before:
                 self._ends.setdefault(before[-1], []).append((before, last))
@@ -69,8 +78,12 @@ class TokenRules:
 def rules_of(state: TokenState, vocab_size: int) -> TokenRules:
     """Return a request's rules, which are made once."""
     if state.rules is None:
-        state.rules = TokenRules(state.params.sampling, vocab_size)
+        params = state.params.sampling
+        state.rules = _made_rules(params.allowed_token_ids, params.banned_sequences, vocab_size)
     return state.rules
+
+
+_made_rules = lru_cache(_MADE)(TokenRules)
 
 
 def restrict(

@@ -132,12 +132,17 @@ def _check_token_rules(params: inference_pb2.SamplingParams, vocab_size: int) ->
         if field != "banned_sequences":
             check_token_ids(field, entries, vocab_size)
     for banned in params.banned_sequences:
-        if not 0 < len(banned.ids) <= MAX_BANNED_TOKENS:
-            raise InvalidField(
-                "banned_sequences",
-                f"each must have 1 to {MAX_BANNED_TOKENS} tokens, got one of {len(banned.ids)}",
-            )
+        if not banned.ids:
+            raise InvalidField("banned_sequences", "has an empty one")
         check_token_ids("banned_sequences", banned.ids, vocab_size)
+    _check_banned("banned_sequences", params)
+
+
+def _check_banned(field: str, params: inference_pb2.SamplingParams) -> None:
+    """Raise `InvalidField` for the field if all banned sequences together are too long."""
+    tokens = sum([len(banned.ids) for banned in params.banned_sequences])
+    if tokens > MAX_BANNED_TOKENS:
+        raise InvalidField(field, f"must have at most {MAX_BANNED_TOKENS} tokens, got {tokens}")
     for token_id, bias in params.logit_bias.items():
         if bias not in LOGIT_BIAS:
             raise InvalidField(
@@ -164,7 +169,7 @@ def read_sampling_params(
         reasoning: where the prompt ends.
 
     Raises:
-        InvalidField: a bad word has too many tokens.
+        InvalidField: the bad words have too many tokens.
     """
     given = inference_pb2.SamplingParams()
     given.CopyFrom(params)
@@ -177,6 +182,7 @@ def read_sampling_params(
     if given.bad_words and encode is not None:
         banned = [ids for word in given.bad_words for ids in _ways_to_write(word, encode)]
         given.banned_sequences.extend([inference_pb2.TokenIds(ids=ids) for ids in banned])
+        _check_banned("bad_words", given)
     if params.HasField("reasoning") and reasoning is BegunReasoning.BEGUN:
         given.reasoning.begun = True
     elif reasoning is BegunReasoning.OVER:

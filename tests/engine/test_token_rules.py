@@ -165,9 +165,7 @@ def test_masks_are_those_of_a_plain_search(seed: int) -> None:
     allowed = draw(size) if rng.random() < 0.7 else []
     sequences = [draw(rng.choice((1, 2, 2, 3, 4))) for _ in range(rng.randint(0, size))]
     output, drafts = draw(rng.randint(0, 9)), draw(3)
-    made = TokenRules(
-        SamplingParams(allowed_token_ids=tuple(allowed), banned_sequences=banned(*sequences)), size
-    )
+    made = TokenRules(allowed, banned(*sequences), size)
     for count, mask in enumerate(made.masks(output, drafts)):
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
         before = [*output, *drafts[:count]]
