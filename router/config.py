@@ -65,6 +65,17 @@ class ReasoningFormat(StrEnum):
     QWEN3 = "qwen3"
 
 
+class UsersControlTokens(StrEnum):
+    """The meaning of control tokens that clients spell in conversations."""
+
+    AUTO = "auto"
+    """Text, if the tokenizer can make text of all of them."""
+    TEXT = "text"
+    """Text; a router whose tokenizer cannot does not start."""
+    CONTROL = "control"
+    """Control tokens, which may end a message and begin another."""
+
+
 class PlacementMode(StrEnum):
     """The workers that compute prompts, where there are prefill and decode workers."""
 
@@ -174,6 +185,21 @@ class RouterOptions(ObservingOptions):
         None,
         "A Jinja file that makes a prompt of a conversation, in place of the model's own template.",
         Section.MODEL,
+    )
+    users_control_tokens: UsersControlTokens = option(
+        UsersControlTokens.AUTO,
+        "What a control token such as <|im_end|> is that clients spell in a conversation: auto "
+        "makes it text, unless the tokenizer cannot, which text takes for an error; control lets "
+        "it end a message, say.",
+        Section.MODEL,
+    )
+    generation_config: str = option(
+        "auto",
+        "Where the sampling parameters come from that a request does not set: auto takes those of "
+        "the model's generation_config.json, a folder those of the file in it, and none leaves the "
+        "router's own. Its max_new_tokens bounds all outputs.",
+        Section.MODEL,
+        metavar="auto|none|FOLDER",
     )
     tool_call_parser: ToolParser = option(
         ToolParser.AUTO,

@@ -29,12 +29,13 @@ from kvrelay.router.access.auth import Guard, name_caller
 from kvrelay.router.access.current_tokens import CurrentTokens
 from kvrelay.router.access.token_file import Tokens
 from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.sampling_defaults import SamplingDefaults, load_sampling_defaults
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.admission.session_adoption import SessionAdoption
 from kvrelay.router.admission.structured_outputs import StructuredOutputs
 from kvrelay.router.admission.tokenizer_threads import TextThreads
-from kvrelay.router.config import MetricNames, PlacementMode, RouterConfig
+from kvrelay.router.config import MetricNames, PlacementMode, RouterConfig, UsersControlTokens
 from kvrelay.router.discovery import Discovery
 from kvrelay.router.doors.grpc_service import InferenceService
 from kvrelay.router.doors.http.http_door import Behind, make_app
@@ -64,6 +65,7 @@ from kvrelay.router.requests.request_trace import Tracing
 from kvrelay.router.sessions import Sessions
 from kvrelay.router.vllm_names import VllmNames
 from kvrelay.text.chat_template import ChatTemplate, TemplateError, load_chat_template
+from kvrelay.text.control_tokens import ControlTokens
 from kvrelay.text.token_bytes import leaves_bytes_encoded, longest_token_bytes
 from kvrelay.text.tokenizer import LoadedTokenizer, TokenizerError, load_tokenizer
 from kvrelay.v1 import (
@@ -198,7 +200,10 @@ class Router:
                     self._tokens,
                     self._requests_of,
                 )
-            texts = await self._make_texts(undo, tokenizer)
+            template = None
+            if self._config.http_address is not None:
+                template = await asyncio.to_thread(_load_template, self._config)
+            texts = await self._make_texts(undo, tokenizer, template)
             self._serve_sessions(undo)
             structured = StructuredOutputs(
                 tokenizer, self._fleet, self._metrics, self._config.retry_after_ms
@@ -217,11 +222,13 @@ class Router:
                 structured,
                 self._sessions,
                 tracing,
+                await asyncio.to_thread(_load_defaults, self._config),
             )
             info = ServerInfo(self._fleet, live, self._metrics, self._sessions)
             await self._serve_clients(undo, live, admission, texts, info)
             if self._config.http_address is not None:
-                await self._serve_http(undo, self._config.http_address, admission, texts, info)
+                address = self._config.http_address
+                await self._serve_http(undo, address, admission, texts, info, template)
             undo.push_async_callback(live.close, self._config.shutdown_grace_seconds)
             _run_in(undo, self._report_health())
             undo.callback(self._health.close)
@@ -297,7 +304,12 @@ class Router:
         except ValueError as error:
             raise StartError(f"--seed-key-file: {error}") from error
 
-    async def _make_texts(self, undo: contextlib.AsyncExitStack, tokenizer: Tokenizer) -> Texts:
+    async def _make_texts(
+        self,
+        undo: contextlib.AsyncExitStack,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+    ) -> Texts:
         threads = TextThreads(self._config.max_text_bytes, self._config.retry_after_ms)
         undo.callback(threads.close)
         longest = await asyncio.to_thread(longest_token_bytes, tokenizer)
@@ -306,7 +318,8 @@ class Router:
                 "tokenizer.json has no ByteLevel decoder beside its ByteLevel pre-tokenizer: texts "
                 "will show letters such as Ġ for spaces, and structured output is refused"
             )
-        return Texts(tokenizer, longest, threads)
+        control = await asyncio.to_thread(_control_tokens, self._config, tokenizer, template)
+        return Texts(tokenizer, longest, threads, control)
 
     async def _serve_clients(
         self,
@@ -352,8 +365,8 @@ class Router:
         admission: Admission,
         texts: Texts,
         info: ServerInfo,
+        template: ChatTemplate | None,
     ) -> None:
-        template = await asyncio.to_thread(_load_template, self._config)
         behind = Behind(
             self._config,
             self._fleet,
@@ -453,6 +466,30 @@ def _load_tokenizer(model_path: Path) -> LoadedTokenizer:
         return load_tokenizer(model_path)
     except TokenizerError as error:
         raise StartError(str(error)) from error
+
+
+def _load_defaults(config: RouterConfig) -> SamplingDefaults:
+    try:
+        return load_sampling_defaults(config.model_path, config.generation_config)
+    except ValueError as error:
+        raise StartError(f"--generation-config: {error}; none leaves it out") from error
+
+
+def _control_tokens(
+    config: RouterConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> ControlTokens | None:
+    """Make what makes text of control tokens in conversations; None: they stay what they are."""
+    wanted = config.users_control_tokens
+    if template is None or wanted is UsersControlTokens.CONTROL:
+        return None
+    control = ControlTokens(tokenizer, template.source)
+    if control.stay_text:
+        return control
+    problem = "the tokenizer makes control tokens of them even where they are text"
+    if wanted is UsersControlTokens.TEXT:
+        raise StartError(f"--users-control-tokens text: {problem}")
+    logger.warning("control tokens that clients spell in conversations stay such: %s", problem)
+    return None
 
 
 def _load_template(config: RouterConfig) -> ChatTemplate | None:

@@ -6,7 +6,7 @@ engine. `--metric-names vllm` adds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily
@@ -21,8 +21,10 @@ from kvrelay.router.metrics import (
     ITL_SECONDS,
     LIVE_REQUESTS,
     OUTPUT_TOKENS,
+    PHASE_SECONDS,
     PROMPT_TOKENS,
     REQUESTS,
+    RESUBMISSIONS,
     TTFT_SECONDS,
     RouterMetrics,
 )
@@ -37,6 +39,12 @@ VLLM_NAMES: Final[dict[Metric, str]] = {
     OUTPUT_TOKENS: "vllm:generation_tokens_total",
 }
 """The vLLM names of metrics with the same meaning."""
+_PHASES: Final = {
+    "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+    "decode": "vllm:request_decode_time_seconds",
+}
+"""The vLLM names of the time in a phase."""
 _SUCCESS: Final = ("stop", "length", "abort")
 """The outcomes that vLLM counts as success."""
 
@@ -66,6 +74,9 @@ class VllmNames(Collector):
             yield self._renamed(metric, name)
         yield self._renamed(PROMPT_TOKENS, "vllm:prefix_cache_queries_total")
         yield self._renamed(CACHED_TOKENS, "vllm:prefix_cache_hits_total")
+        for phase, name in _PHASES.items():
+            yield self._renamed(PHASE_SECONDS, name, phase=phase)
+        yield self._renamed(RESUBMISSIONS, "vllm:num_preemptions_total", reason="retracted")
         yield self._succeeded()
         states = {
             sample.labels["state"]: sample.value for sample in self._metrics.samples(LIVE_REQUESTS)
@@ -109,24 +120,26 @@ class VllmNames(Collector):
         name = "vllm:request_success_total"
         family = MetricFamily(name.removesuffix("_total"), REQUESTS.help, REQUESTS.type.value)
         family.samples = [
-            Sample(name, self._labels(one, outcome="finished_reason"), one.value)
+            Sample(name, self._labels(one, (), outcome="finished_reason"), one.value)
             for one in self._metrics.samples(REQUESTS)
             if one.name == REQUESTS.name and one.labels["outcome"] in _SUCCESS
         ]
         return family
 
-    def _renamed(self, metric: Metric, name: str) -> MetricFamily:
+    def _renamed(self, metric: Metric, name: str, **only: str) -> MetricFamily:
+        """Return a metric by another name: the part with some labels, without these."""
         family = MetricFamily(name.removesuffix("_total"), metric.help, metric.type.value)
         family.samples = [
-            Sample(one.name.replace(metric.name, name), self._labels(one), one.value)
+            Sample(one.name.replace(metric.name, name), self._labels(one, only), one.value)
             for one in self._metrics.samples(metric)
-            if not one.name.endswith("_created")
+            if not one.name.endswith("_created") and only.items() <= one.labels.items()
         ]
         return family
 
-    def _labels(self, sample: Sample, **renamed: str) -> dict[str, str]:
+    def _labels(self, sample: Sample, without: Container[str], **renamed: str) -> dict[str, str]:
         names = {"model": "model_name", **renamed}
-        return {names.get(label, label): value for label, value in sample.labels.items()}
+        left = {label: value for label, value in sample.labels.items() if label not in without}
+        return {names.get(label, label): value for label, value in left.items()}
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=("model_name",))

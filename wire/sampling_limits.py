@@ -13,14 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-MAX_CHOICES: Final = 16
+MAX_CHOICES: Final = 128
 """The most outputs of one prompt."""
 MAX_STOP_STRINGS: Final = 16
 """The most stop strings of a request."""
 MAX_STOP_LENGTH: Final = 1024
 """The most characters of one stop string."""
 MAX_TOKEN_RULES: Final = 1024
-"""The most entries of `stop_token_ids`, and of `logit_bias`."""
+"""The most entries of `stop_token_ids`, `logit_bias`, `banned_sequences` and `bad_words`."""
+MAX_ALLOWED_TOKENS: Final = 1 << 14
+"""The most entries of `allowed_token_ids`."""
+MAX_BANNED_TOKENS: Final = 1 << 14
+"""The most tokens of all entries of `banned_sequences` together."""
 MAX_ALTERNATIVES: Final = 1024
 """The most texts of a structured output's `choice`."""
 MAX_REASONING_TEXTS: Final = 16
@@ -87,6 +91,7 @@ LIMITS: Final[Mapping[str, Limits]] = {
     "ignore_eos": Limits(bool),
     "skip_special_tokens": Limits(bool),
     "speculate": Limits(bool),
+    "include_stop_str_in_output": Limits(bool),
     "thinking_token_budget": Limits(int),
     "stop_in_reasoning": Limits(bool),
 }

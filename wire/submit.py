@@ -84,6 +84,13 @@ FORMS = ("json_schema", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
+class BannedSequence:
+    """Tokens that no output has one after the other; at least one."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """A request's sampling parameters, with the names and meanings of vLLM and OpenAI.
 
@@ -114,6 +121,10 @@ class SamplingParams:
     """The form of the output, behind its reasoning: only tokens that lead to it are sampled."""
     thinking_token_budget: int | None = None
     """The most tokens of reasoning: its end is forced then. None: as many as `max_tokens`."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these tokens are sampled; none: all are."""
+    banned_sequences: tuple[BannedSequence, ...] = ()
+    """Sequences of tokens that no output has; what is before it in the prompt does not count."""
 
     def __post_init__(self) -> None:
         check_parameters(self)
@@ -124,6 +135,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether no draw is made."""
         return self.temperature == 0
+
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether tokens are allowed or banned."""
+        return bool(self.allowed_token_ids or self.banned_sequences)
 
     @property
     def edits_logits(self) -> bool:
@@ -155,6 +171,8 @@ class StopConditions:
     """End-of-sequence tokens do not end the output."""
     skip_special_tokens: bool = True
     """Special tokens are left out of the rendered text."""
+    include_stop_str_in_output: bool = False
+    """The rendered text has the stop string, or the stop token's text, that ends the output."""
     reasoning: Reasoning | None = None
     """The reasoning that the output may begin with; None: none that matters."""
     stop_in_reasoning: bool = False

@@ -67,7 +67,7 @@ class GrammarMasks:
 
     def __init__(self, grammars: Grammars, vocab_size: int) -> None:
         self._grammars = grammars
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
         self._filler: LLExecutor | None = None
         self._reasoning: ReasoningMasks | None = None
@@ -217,7 +217,7 @@ class GrammarMasks:
         return not state.grammar.error
 
     def _compute_once(self, wanted: Sequence[Wanted], allowed: dict[int, Allowed]) -> None:
-        rows = allocate_token_bitmask(sum(len(ids) + 1 for _, _, ids in wanted), self._vocab_size)
+        rows = allocate_token_bitmask(sum(len(ids) + 1 for _, _, ids in wanted), self.vocab_size)
         filling = _Filling()
         begin = 0
         for index, state, draft_ids in wanted:

@@ -49,6 +49,7 @@ from kvrelay.engine.executor.step_batch import (
     make_batch,
     stage,
 )
+from kvrelay.engine.executor.token_rules import restrict, rules_of
 from kvrelay.engine.executor.token_state import UNKNOWN, PendingToken, TokenState
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.leases.publishing import PageCopy
@@ -172,7 +173,7 @@ class LaunchedForward(LaunchedStep[RequestT]):
     masks: PendingMasks = NO_MASKS
     """The masks that are being computed for `allowed`."""
     masked: list[tuple[int, SamplingRow]] = field(default_factory=list)
-    """The rows of items with a grammar, by the place in `items`; masks are put in last."""
+    """The rows of items with a grammar or rules, by the place in `items`; masks come last."""
     sampling: StepSampling = _NO_SAMPLING
     counted: CountedStep | None = None
     """The tokens counted on the device; None: the host knows all that penalties depend on."""
@@ -207,7 +208,7 @@ class ModelExecutor:
         model: runs the forwards.
         copy: copies whole pages within their pools, by work on the current stream.
         drafter: guesses tokens; None: every step yields one token a request.
-        masks: computes what grammars allow; None: no request has a grammar.
+        masks: computes what grammars allow; None: no request has a grammar or bans tokens.
         streams: of the model's device.
         draw: samples on the device; None: the host samples, and each step waits for its logits.
         counts: that `draw` reads; None: a step with penalties waits for the tokens before it.
@@ -253,7 +254,8 @@ class ModelExecutor:
         launched: LaunchedForward[RequestT] = LaunchedForward(step, live=live, items=items)
         launched.staging = self._staging.begin()
         launched.awaits_tokens = any(
-            item.may_be_masked and item.token_state.pending is not None for item in items
+            (item.may_be_masked or item.has_token_rules) and item.token_state.pending is not None
+            for item in items
         )
         if live:
             self._launch_forward(launched)
@@ -325,7 +327,7 @@ class ModelExecutor:
         launched.pending_drafts = pending
         if self._masks is not None:
             # Items with drafts await no tokens: their grammars can follow them now.
-            drafts = self._masks.cut(items, drafts)
+            drafts = self._masks.cut(items, self._cut_by_rules(items, drafts))
             if not launched.awaits_tokens:
                 launched.masks = self._masks.begin(items, drafts)
         launched.drafts = drafts
@@ -353,6 +355,7 @@ class ModelExecutor:
         for place, row in launched.masked:
             allowed = launched.allowed.get(place)
             row.allowed = None if isinstance(allowed, GrammarError) else allowed
+        self._restrict(launched)
         if launched.live:
             self._streams.forward.launch(launched.sample)
         results = self._streams.results
@@ -360,6 +363,32 @@ class ModelExecutor:
         results.launch(partial(launched.send_home, launched.staging.bring))
         launched.home = results.record()
         launched.staging.use_until(launched.home)
+
+    def _cut_by_rules(self, items: Items, drafts: Drafts) -> Drafts:
+        """Cut drafts before the first that a client bans."""
+        if self._masks is None or not any(item.has_token_rules for item in items):
+            return drafts
+        size = self._masks.vocab_size
+        return [
+            rules_of(item.token_state, size).cut(item.token_state.known_output_ids, draft)
+            if draft and item.has_token_rules
+            else draft
+            for item, draft in zip(items, drafts, strict=True)
+        ]
+
+    def _restrict(self, launched: LaunchedForward[RequestT]) -> None:
+        """Put the rules of clients into the masks."""
+        if self._masks is None:
+            return
+        for place, row in launched.masked:
+            item = launched.items[place]
+            has_failed = isinstance(launched.allowed.get(place), GrammarError)
+            if not item.has_token_rules or has_failed or item.token_state.broken is not None:
+                continue
+            draft, size = launched.drafts[place], self._masks.vocab_size
+            masks = restrict(item, row, draft, row.allowed, size)
+            launched.allowed = {**launched.allowed, place: masks}
+            row.allowed = None if isinstance(masks, GrammarError) else masks
 
     def _make_scoring(self, items: Items, rows: LogitRows) -> PromptScoring | None:
         """The scoring of the items' chunks whose clients ask for it; None: there are none."""
@@ -397,7 +426,7 @@ class ModelExecutor:
         own = [table[wanted] for table in tables]
         asked = (states, rows, [counts[i] for i in wanted], own)
         # Grammars and penalties read the drafts before the tokens behind them are sampled.
-        are_read = any(items[i].may_be_masked for i in wanted)
+        are_read = any(items[i].may_be_masked or items[i].has_token_rules for i in wanted)
         are_read = are_read or any(row.params.reads_output for row in rows)
         pending = None
         try:
@@ -443,7 +472,7 @@ def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSeque
         for choice in item.token_state.choices if item.sample else ():
             row = _sampling_row(item.token_state, choice, row_of.get(index))
             drafted.append(DraftedSequence(row, draft))
-            if item.may_be_masked:
+            if item.may_be_masked or item.has_token_rules:
                 launched.masked.append((index, row))
     return drafted
 

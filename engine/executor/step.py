@@ -48,6 +48,11 @@ class Scheduled(Generic[RequestT_co]):
         """Whether a grammar, or a budget of reasoning, may forbid tokens that it samples."""
         return self.sample and self.token_state.may_be_masked(self.num_drafts)
 
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether its client allows or bans tokens."""
+        return self.sample and self.token_state.params.sampling.has_token_rules
+
 
 class StepOutput(NamedTuple):
     """The result of one `Scheduled`."""

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
 from kvrelay.model_runner.sampling.ngram import NgramIndex
 from kvrelay.model_runner.sampling.step_sampling import StepSampling
 from kvrelay.text.reasoning_progress import ReasoningProgress
 from kvrelay.wire.submit import GenerationParams
+
+if TYPE_CHECKING:
+    from kvrelay.engine.executor.token_rules import TokenRules
 
 UNKNOWN: Final = -1
 """The placeholder for a token that only the device knows."""
@@ -83,6 +86,8 @@ class TokenState:
     thinking: ReasoningProgress | None = field(default=None, repr=False)
     """The position of its output in its reasoning, rebuilt alike; None: it has none, or none that
     matters for masks."""
+    rules: TokenRules | None = field(default=None, repr=False)
+    """The tokens that its client allows and bans, once they are asked for."""
 
     @property
     def prompt_len(self) -> int:

@@ -33,6 +33,11 @@ class SubmitRules:
         self._check_ids("input_ids", submit.input_ids)
         self._check_ids("stop_token_ids", stops.stop_token_ids)
         self._check_ids("logit_bias", params.sampling.logit_bias)
+        self._check_ids("allowed_token_ids", params.sampling.allowed_token_ids)
+        for banned in params.sampling.banned_sequences:
+            self._check_ids("banned_sequences", banned.ids)
+            if not banned.ids:
+                raise ValueError("banned_sequences: one is empty")
         if not submit.input_ids:
             raise ValueError("input_ids: must not be empty")
         if submit.first_choice >= MAX_CHOICES:

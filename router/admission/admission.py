@@ -12,6 +12,7 @@ from typing import Final
 
 from kvrelay.router.admission.max_tokens import OutputLimit
 from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TurnPrompt
+from kvrelay.router.admission.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from kvrelay.router.admission.seeds import Seeds
 from kvrelay.router.admission.served_tokenizer import Texts
 from kvrelay.router.admission.structured_outputs import StructuredOutputs
@@ -69,6 +70,7 @@ class Admission:
         structured: checks whether a structured output is supported.
         sessions: the sessions that a request may be a turn of.
         tracing: decides which requests are traced.
+        defaults: the model's own sampling parameters.
     """
 
     def __init__(
@@ -82,7 +84,10 @@ class Admission:
         structured: StructuredOutputs,
         sessions: Sessions,
         tracing: Tracing = NO_TRACING,
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
+        self.defaults = defaults
+        """The model's own sampling parameters, which hold where a request sets none."""
         self._tracing = tracing
         self._structured = structured
         self._sessions = sessions
@@ -98,6 +103,8 @@ class Admission:
             default_max_tokens=config.default_max_tokens,
             seeds=seeds,
             marks_of=fleet.prefixes.marks_of,
+            defaults=defaults,
+            encode_plain=texts.encode_plain,
         )
 
     @property

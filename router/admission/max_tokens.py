@@ -37,6 +37,7 @@ def max_tokens_of(
     limits: RequestLimits,
     limit: OutputLimit,
     default: int | None,
+    bound: int | None = None,
 ) -> tuple[int, bool]:
     """Return the most output tokens, and whether they are only the room that there is.
 
@@ -46,30 +47,43 @@ def max_tokens_of(
         limits: the workers' limits.
         limit: the endpoint's rule.
         default: the operator's default; None: there is none.
+        bound: the model's own bound of outputs; None: there is none.
 
     Raises:
-        InvalidField: `max_tokens` has no room, or is below `min_tokens`.
+        InvalidField: `max_tokens` has no room, is above `bound`, or is below `min_tokens`.
     """
     room = limits.most_tokens - prompt_tokens
+    fits = room if bound is None else min(room, bound)
     open_ended = False
     if limit is OutputLimit.NOTHING:
         most = 1  # workers sample one
     elif params.HasField("max_tokens"):
-        most = params.max_tokens
-        if most > room and limit is OutputLimit.STRICT:
-            raise ContextTooLong(
-                "max_tokens",
-                limits.most_tokens,
-                f"The prompt has {prompt_tokens} tokens, and with max_tokens {most} there are "
-                f"{prompt_tokens + most}. {limits.reason}",
-            )
-        most = min(most, room)
+        if limit is OutputLimit.STRICT:
+            _check_fits(params.max_tokens, prompt_tokens, limits, bound)
+        most = min(params.max_tokens, fits)
     elif limit is OutputLimit.OPEN and default is None:
-        most, open_ended = room, True
+        most, open_ended = fits, True
     else:
-        most = min(default or DEFAULT_MAX_TOKENS, room)
+        most = min(default or bound or DEFAULT_MAX_TOKENS, fits)
     if params.min_tokens > most:
         raise InvalidField(
             "min_tokens", f"must be at most max_tokens, {most}, got {params.min_tokens}"
         )
     return most, open_ended
+
+
+def _check_fits(most: int, prompt_tokens: int, limits: RequestLimits, bound: int | None) -> None:
+    """Raise `InvalidField` for a `max_tokens` that has no room, or is above the model's bound."""
+    if most > limits.most_tokens - prompt_tokens:
+        raise ContextTooLong(
+            "max_tokens",
+            limits.most_tokens,
+            f"The prompt has {prompt_tokens} tokens, and with max_tokens {most} there are "
+            f"{prompt_tokens + most}. {limits.reason}",
+        )
+    if bound is not None and most > bound:
+        raise InvalidField(
+            "max_tokens",
+            f"must be at most {bound}, the max_new_tokens of the model's generation_config.json "
+            f"(--generation-config), got {most}",
+        )

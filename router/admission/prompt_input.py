@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -93,6 +94,60 @@ class TextPrompt:
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
         """The text's tokens; raises `InvalidField` if it leaves no room for output."""
         return encoded(self.field, self._text, self._encode, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """The way in which prompts are cut to a number of tokens."""
+
+    most_tokens: int | None
+    """The most tokens; None: as many as the output leaves room for."""
+    output_tokens: int
+    """The output's tokens, for which room is left."""
+    keeps_end: bool
+    """Whether the end of a prompt is kept, and not its beginning."""
+
+
+class TruncatedPrompt:
+    """A prompt of which a part is left out.
+
+    Args:
+        prompt: the whole prompt.
+        truncation: the way in which it is cut.
+        longest: the longest prompt that is tokenized, to be cut.
+    """
+
+    def __init__(self, prompt: Prompt, truncation: Truncation, longest: int) -> None:
+        self.field = prompt.field
+        self._prompt = prompt
+        self._truncation = truncation
+        self._longest = longest
+
+    @property
+    def reasoning(self) -> BegunReasoning:
+        """The state of the answer's reasoning behind the whole prompt."""
+        return self._prompt.reasoning
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The number of tokens that are left, where it is known."""
+        whole, most = self._prompt.num_tokens, self._truncation.most_tokens
+        return None if whole is None or most is None else min(whole, most)
+
+    def input_ids(self, limits: RequestLimits) -> Sequence[int]:
+        """The tokens that are left; raises `InvalidField` for a prompt longer than the longest."""
+        longest = self._longest
+        wide = replace(
+            limits,
+            max_model_len=longest,
+            prefill_pool_tokens=longest,
+            decode_pool_tokens=longest,
+        )
+        ids = self._prompt.input_ids(wide)
+        most = self._truncation.most_tokens
+        if most is None:
+            most = max(1, limits.most_tokens - self._truncation.output_tokens)
+        return ids[-most:] if self._truncation.keeps_end else ids[:most]
 
 
 class TurnPrompt:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.router.admission.tokenizer_threads import TextThreads
 from kvrelay.router.errors import InvalidField
+from kvrelay.text.control_tokens import ControlTokens
 from kvrelay.text.encoding import TooManyTokens, decode, encode
 from kvrelay.text.token_texts import TokenTexts
 
@@ -26,11 +27,17 @@ class Texts:
         tokenizer: the served model's.
         longest_token_bytes: the most bytes of text that one token stands for; None: no such bound.
         threads: the threads for the work.
+        control_tokens: makes text of control tokens that conversations spell; None: nothing does.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, longest_token_bytes: int | None, threads: TextThreads
+        self,
+        tokenizer: Tokenizer,
+        longest_token_bytes: int | None,
+        threads: TextThreads,
+        control_tokens: ControlTokens | None = None,
     ) -> None:
+        self.control_tokens = control_tokens
         self.tokenizer = tokenizer
         self.longest_token_bytes = longest_token_bytes
         self.threads = threads

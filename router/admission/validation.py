@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvrelay.router.admission.max_tokens import OutputLimit, max_tokens_of
 from kvrelay.router.admission.prompt_input import Encode, Prompt, prompt_of
+from kvrelay.router.admission.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from kvrelay.router.admission.sampling_params import (
     check_sampling_params,
     check_token_ids,
@@ -43,6 +44,8 @@ class Validator:
             less fits. None: what the endpoint says.
         seeds: draws the seeds of requests that set none.
         marks_of: computes the marks of a prompt in a namespace; for any thread.
+        defaults: the model's own sampling parameters, for requests that set none.
+        encode_plain: tokenizes what is banned, without special tokens.
     """
 
     model_names: Sequence[str]
@@ -50,6 +53,8 @@ class Validator:
     default_max_tokens: int | None
     seeds: Seeds
     marks_of: Callable[[Sequence[int], str], PromptMarks] = lambda input_ids, namespace: {}
+    defaults: SamplingDefaults = NO_DEFAULTS
+    encode_plain: Encode | None = None
 
     def check(
         self,
@@ -105,7 +110,12 @@ class Validator:
         input_ids = _input_ids(prompt, limits)
         limits.check_prompt(prompt.field, len(input_ids), output_tokens=output.least_output)
         max_tokens, open_ended = max_tokens_of(
-            params, len(input_ids), limits, output, self.default_max_tokens
+            params,
+            len(input_ids),
+            limits,
+            output,
+            self.default_max_tokens,
+            self.defaults.most_tokens,
         )
         _check_queueable(prompt.field, len(input_ids), caller)
         namespace = caller.namespace(message.cache_salt if cache_salt is None else cache_salt)
@@ -116,7 +126,9 @@ class Validator:
                 RequestKey("", request_id, 0),
                 (),
                 len(input_ids),
-                read_sampling_params(params, max_tokens, seed, prompt.reasoning),
+                read_sampling_params(
+                    params, max_tokens, seed, self.defaults, self.encode_plain, prompt.reasoning
+                ),
                 priority=message.priority,
                 namespace=namespace,
                 open_ended=open_ended,

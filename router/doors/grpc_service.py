@@ -129,6 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             max_model_len=limits.most_tokens,
             dtype=self._config.dtype,
             eos_token_ids=endpoint.eos_token_ids,
+            default_sampling_params=self._admission.defaults.message(),
         )
 
     async def GetServerInfo(  # noqa: N802

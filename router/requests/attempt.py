@@ -156,7 +156,10 @@ class Attempt:
             case AttemptAction.FAIL_REQUEST:
                 self.cancel()
                 if end.cause is FailureReason.GRAMMAR_FAILED:
-                    return RequestFailed(InvalidField("structured_output", end.error))
+                    sampling = self._submission.request.params.sampling
+                    has_rules = sampling.has_token_rules and sampling.structured_output is None
+                    field = "allowed_token_ids" if has_rules else "structured_output"
+                    return RequestFailed(InvalidField(field, end.error))
                 return RequestFailed(InternalFailure(detail))
             case AttemptAction.AWAIT_PREFILL:
                 self._hurry_prefill(end)

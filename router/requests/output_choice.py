@@ -154,11 +154,13 @@ class Choice:
         return RequestEnd(EndReason.LENGTH) if count >= rules.max_tokens else None
 
     def _finish(self, tokens: tuple[SampledToken, ...], final: RequestEnd) -> Delta | None:
-        by_token = isinstance(final.matched_stop, int)
+        shows_stop = self._rules.include_stop_str_in_output
+        by_token = isinstance(final.matched_stop, int) and not shows_stop
         rendered = self._render(tokens[:-1] if by_token else tokens)
         stop_string = final.matched_stop if isinstance(final.matched_stop, str) else None
         self.ended = ChoiceEnd(_FINISH_REASONS[final.reason], final.matched_stop)
-        return self._delta(tokens, rendered + self._text.finish(stop_string))
+        rest = self._text.finish(stop_string)
+        return self._delta(tokens, rendered + rest + (stop_string or "" if shows_stop else ""))
 
     def _render(self, tokens: tuple[SampledToken, ...]) -> str:
         return "".join([self._text.push(token.token_id) for token in tokens])

@@ -54,6 +54,8 @@ EVERYTHING: dict[str, Any] = {
     "grpc": Address("0.0.0.0", 1),
     "http": Address("0.0.0.0", 3),
     "chat_template": Path("chat.jinja"),
+    "generation_config": "none",
+    "users_control_tokens": "control",
     "tool_call_parser": "hermes",
     "reasoning_parser": "think",
     "http_origins": "https://a.example",

@@ -10,6 +10,7 @@ import pytest
 
 from kvrelay.engine.config import Speculation
 from kvrelay.wire.output import RequestOutput
+from kvrelay.wire.sampling_limits import MAX_CHOICES
 from kvrelay.wire.submit import SamplingParams
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
 from tests.pairwise import few
@@ -100,6 +101,15 @@ def test_choices_that_do_not_fit_together_are_let_in_and_take_turns(aggregated) 
         1, page_size=4, pages=20, rows=8, chunk=16, workers=1, aggregated=aggregated
     )
     requests = simulation.submit_choices(8, list(range(9)), 40, sampling=SAMPLINGS[1])
+    simulation.run()
+    for request in requests:
+        assert request.output == expected(request)
+    simulation.assert_at_baseline()
+
+
+def test_the_most_choices_take_turns_where_few_have_rows() -> None:
+    simulation = Simulation(3, page_size=4, pages=60, rows=10, chunk=16, workers=1, aggregated=True)
+    requests = simulation.submit_choices(MAX_CHOICES, list(range(9)), 5, sampling=SAMPLINGS[1])
     simulation.run()
     for request in requests:
         assert request.output == expected(request)

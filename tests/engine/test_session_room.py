@@ -11,7 +11,6 @@ import pytest
 
 from kvrelay.mem_cache.host.host_copies import HostPrefix, Load
 from kvrelay.mem_cache.host.host_loads import HostLoads
-from kvrelay.wire.sampling_limits import MAX_CHOICES
 from kvrelay.wire.speeds import StepSpeeds
 from tests.engine.conversations import Conversation, computed_tokens, talk
 from tests.engine.session_cluster import (
@@ -156,7 +155,7 @@ def test_choices_that_never_fit_end_no_session(lacks: str) -> None:
     sessions = [Conversation(simulation, str(name)) for name in range(4)]
     for index, session in enumerate(sessions):
         talk(session, random.Random(50 + index).choices(range(97), k=8), 4)
-    number = 12 if few_rows else MAX_CHOICES
+    number = 12 if few_rows else 16
     fork, forks = worker.context.fork, []
 
     def recorded(request: Any, others: Any) -> bool:

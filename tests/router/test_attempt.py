@@ -59,11 +59,17 @@ class Tried:
     """An attempt at three choices on two recorded links; the first choice is what ends."""
 
     def __init__(
-        self, phase: ChoicePhase = ChoicePhase.PREFILLING, *, draining: bool = False
+        self,
+        phase: ChoicePhase = ChoicePhase.PREFILLING,
+        *,
+        draining: bool = False,
+        **params: Any,
     ) -> None:
         self.prefill, self.decode = RecordedLink(PREFILL), RecordedLink(DECODE)
         self.decode.draining = draining
-        message = pb.GenerateRequest(request_id="r", sampling_params=pb.SamplingParams(n=3))
+        message = pb.GenerateRequest(
+            request_id="r", sampling_params=pb.SamplingParams(n=3, **params)
+        )
         message.input_ids.ids.extend([1, 2, 3])
         validator = Validator("m", lambda text, most_tokens: [], 16, Seeds(b"key"))
         request = validator.validate(message, RequestLimits(402, 512, 512, 512))
@@ -222,6 +228,9 @@ def test_a_grammar_that_fails_is_the_clients_error(side: WorkerRole) -> None:
     assert isinstance(verdict, RequestFailed)
     assert isinstance(verdict.error, InvalidField)
     assert str(verdict.error) == "structured_output: too wide"
+    verdict = Tried(allowed_token_ids=[7]).attempt.on_end(side, 0, end)
+    assert isinstance(verdict, RequestFailed)
+    assert str(verdict.error) == "allowed_token_ids: too wide"
 
 
 def test_the_worker_that_failed_says_why_however_late() -> None:

@@ -62,7 +62,12 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("logprobs", 21),
     ("prompt_logprobs", 21),
     ("n", 0),
-    ("n", 17),
+    ("n", 129),
+    ("allowed_token_ids", [100]),
+    ("bad_words", [""]),
+    ("banned_sequences", [pb.TokenIds()]),
+    ("banned_sequences", [pb.TokenIds(ids=[3] * 5000)] * 4),
+    ("banned_sequences", [pb.TokenIds(ids=[3, 100])]),
     *[("logit_bias", {5: bad}) for bad in (math.nan, 100.5, -101.0, math.inf)],
     ("logit_bias", {100: 1.0}),
 ]

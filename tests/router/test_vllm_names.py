@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.router.metrics import LIVE_REQUESTS, METRICS, RouterMetrics
+from kvrelay.router.metrics import LIVE_REQUESTS, METRICS, RESUBMISSIONS, RouterMetrics
 from kvrelay.router.vllm_names import VllmNames
 from kvrelay.wire.load import PoolCounts, WorkerLoad
 from kvrelay.wire.output import PhaseTimings
@@ -38,7 +38,9 @@ def test_a_request_is_counted_under_both_names():
     stopwatch.admitted(40)
     for _ in range(3):
         stopwatch.delta(0, 2)
-    stopwatch.completed(PhaseTimings(), 16)
+    stopwatch.completed(PhaseTimings(queue_seconds=1, prefill_seconds=2, decode_seconds=4), 16)
+    metrics.count(RESUBMISSIONS, 3, reason="retracted")
+    metrics.count(RESUBMISSIONS, 5, reason="failed")
     stopwatch.ended("stop")
     metrics.stopwatch().ended("deadline")
     seen = {(name, *sorted(labels.items())): value for name, labels, value in exported(metrics)}
@@ -56,6 +58,9 @@ def test_a_request_is_counted_under_both_names():
     assert value("inter_token_latency_seconds_count") == 2
     assert value("e2e_request_latency_seconds_count") == 2
     assert value("e2e_request_latency_seconds_bucket", le="+Inf") == 2
+    for phase, seconds in (("queue", 1), ("prefill", 2), ("decode", 4)):
+        assert value(f"request_{phase}_time_seconds_sum") == seconds
+    assert value("num_preemptions_total") == 3
     assert value("request_success_total", finished_reason="stop") == 1
     assert not any(("finished_reason", "deadline") in labels for _, *labels in seen)
     assert value("cache_config_info", block_size="16", num_gpu_blocks="100") == 1

@@ -100,9 +100,15 @@ def legal(name: str, value: Any) -> Any:
     return limits.kind(limits.most - value % 7)
 
 
+OF_CLIENTS = {"bad_words"}
+"""The fields that a router reads, and sends on in others."""
+
+
 def unset(message: Any, where: str) -> Iterator[str]:
     """Fields that are not set, in the message and those in it."""
     for field in message.DESCRIPTOR.fields:
+        if field.name in OF_CLIENTS:
+            continue
         path = f"{where}.{field.name}"
         values = getattr(message, field.name)
         values = list(values) if field.is_repeated else [values]

@@ -12,6 +12,7 @@ from kvrelay.router.doors.http.protocol import ChatFields
 from kvrelay.router.errors import InvalidField
 from kvrelay.router.placement.limits import RequestLimits
 from kvrelay.text.chat_template import ChatTemplate, TemplateError
+from kvrelay.text.control_tokens import PartedConversation
 from kvrelay.text.encoding import encode
 from kvrelay.text.output_parsers.reasoning_tags import THINK, ReasoningTags
 
@@ -55,6 +56,8 @@ class ChatPrompt:
         self.num_bytes = num_bytes
         self._add_special_tokens = add_special_tokens
         self._tags = tags
+        self._hidden: PartedConversation | None = None
+        """The conversation with its control tokens parted; None: it spells none."""
         self.reasoning = BegunReasoning.AS_ASKED
         """The state of the answer's reasoning behind the text, known after the rendering."""
         self.ends_in_words = False
@@ -62,6 +65,7 @@ class ChatPrompt:
 
     def input_ids(self, limits: RequestLimits) -> Sequence[int]:
         """Return the conversation's tokens; raise `InvalidField` if no room for output is left."""
+        self._hide_control_tokens()
         text = self._render()
         end = text.rstrip()
         if self._options["continue_final_message"]:
@@ -88,16 +92,35 @@ class ChatPrompt:
         except TemplateError as error:
             mended = [_with_objects(message) for message in self._messages]
             if mended == self._messages:
-                raise InvalidField(self.field, str(error)) from error
+                raise self._refusal(error) from error
         try:
             return self._template.render(mended, **self._options)
         except TemplateError as error:
-            raise InvalidField(self.field, str(error)) from error
+            raise self._refusal(error) from error
+
+    def _hide_control_tokens(self) -> None:
+        """Part control tokens that the client has spelled, so that none is the template's."""
+        control = self._texts.control_tokens
+        if control is None:
+            return
+        given = {"messages": self._messages, **self._options}
+        try:
+            self._hidden = control.hide(given, [*self._tags.opens, *self._tags.closes])
+        except RecursionError:
+            raise InvalidField(self.field, "is nested too deeply") from None
+        if self._hidden is not None:
+            options = self._hidden.conversation
+            self._messages, self._options = options.pop("messages"), options
+
+    def _refusal(self, error: TemplateError) -> InvalidField:
+        told = str(error) if self._hidden is None else self._hidden.shown(str(error))
+        return InvalidField(self.field, told)
 
     def _encode(self, text: str, most_tokens: int) -> Sequence[int]:
-        return encode(
-            self._texts.tokenizer, text, most_tokens, add_special_tokens=self._add_special_tokens
-        )
+        add = self._add_special_tokens
+        if self._hidden is not None:
+            return self._hidden.encode(text, most_tokens, add_special_tokens=add)
+        return encode(self._texts.tokenizer, text, most_tokens, add_special_tokens=add)
 
 
 def read_chat(
@@ -155,12 +178,15 @@ def read_chat(
 def _as_read(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     """Return a message with its reasoning under each name that the template uses.
 
-    An empty list of calls is left out: templates take the member for a call. So is `thinking`
-    beside calls and content, for which gpt-oss's template has one place.
+    A developer is the system to templates that know none. An empty list of calls is left out:
+    templates take the member for a call. So is `thinking` beside calls and content, for which
+    gpt-oss's template has one place.
     """
     said = next((message[name] for name in _REASONING_NAMES if message.get(name)), None)
     used = {name: said for name in _REASONING_NAMES if re.search(rf"\b{name}\b", template)}
     read = {**message, **used} if isinstance(said, str) else {**message}
+    if read["role"] == "developer" and "developer" not in template:
+        read["role"] = "system"
     if not read.get("tool_calls"):
         read.pop("tool_calls", None)
     elif read.get("content"):

@@ -9,8 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvrelay.router.admission.max_tokens import OutputLimit
-from kvrelay.router.admission.prompt_input import Prompt, TextPrompt, TokenPrompt
-from kvrelay.router.admission.served_tokenizer import Texts
+from kvrelay.router.admission.prompt_input import (
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    TruncatedPrompt,
+    Truncation,
+)
+from kvrelay.router.admission.served_tokenizer import MAX_TEXT_TOKENS, Texts
 from kvrelay.router.callers import Caller
 from kvrelay.router.doors.http.answers import Shown
 from kvrelay.router.doors.http.chat_parts import ToldReasoning
@@ -30,6 +36,8 @@ from kvrelay.text.encoding import encode
 from kvrelay.text.structural_tag import StructuralTagError, structural_tag_grammar
 from kvrelay.v1 import inference_pb2
 
+_MOST_CHOICES: Final = 4096
+"""The most choices of all prompts of a call."""
 _ANY_OBJECT: Final = '{"type": "object"}'
 _FORMS: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The forms of a structured output in the message, with the names that vLLM has for them."""
@@ -82,6 +90,10 @@ def check_fits(call: Call, caller: Caller, max_live_requests: int) -> None:
             "prompt",
             f"has {num_prompts} prompts, and {most} requests may be live (--max-live-requests, or "
             "max_live_requests in --auth-token-file)",
+        )
+    if num_prompts * call.n > _MOST_CHOICES:
+        raise InvalidField(
+            "n", f"with {num_prompts} prompts must be at most {_MOST_CHOICES} in all"
         )
     tokens = sum([prompt.num_tokens or 1 for prompt in call.prompts])
     if caller.max_queued_prompt_tokens is not None and tokens > caller.max_queued_prompt_tokens:
@@ -202,6 +214,9 @@ def _make_call(
         params.prompt_logprobs = max(one for one in wanted if one is not None)
     if logprobs is not None:
         params.logprobs = logprobs
+    if body.no_stop_trim is not None and not params.HasField("include_stop_str_in_output"):
+        params.include_stop_str_in_output = body.no_stop_trim
+    prompts = _truncated(body, params, prompts, echo=echo)
     include_usage = options is not None and bool(options.include_usage)
     shown = Shown(
         names=TokenNames(texts.of_tokens, as_ids=bool(body.return_tokens_as_token_ids)),
@@ -224,6 +239,31 @@ def _make_call(
         retain_seconds=retain_seconds_of(body),
     )
     return Call(message, prompts, prompt_bytes, stream, include_usage, shown)
+
+
+def _truncated(
+    body: GenerationFields,
+    params: inference_pb2.SamplingParams,
+    prompts: Sequence[Prompt],
+    *,
+    echo: bool,
+) -> Sequence[Prompt]:
+    """Return the prompts, cut as the body asks for."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        if body.truncation_side is not None:
+            raise InvalidField("truncation_side", "is allowed with truncate_prompt_tokens alone")
+        return prompts
+    if not most:
+        raise InvalidField("truncate_prompt_tokens", "must be at least 1, or -1 for all the room")
+    if echo:
+        raise InvalidField("truncate_prompt_tokens", "is not allowed with echo")
+    truncation = Truncation(
+        most_tokens=most if most > 0 else None,
+        output_tokens=max(params.max_tokens, 1),
+        keeps_end=body.truncation_side != "right",
+    )
+    return [TruncatedPrompt(prompt, truncation, MAX_TEXT_TOKENS) for prompt in prompts]
 
 
 def _set_structure(
@@ -276,7 +316,7 @@ def _structures(
             tag = {"format": response.format} if response.format is not None else tag
             yield "response_format", "grammar", _grammar_of("response_format", tag, special)
         elif kind == "json_object":
-            yield "response_format", "json_schema", _ANY_OBJECT
+            yield "response_format", "json_schema", response.json_object_schema or _ANY_OBJECT
     if wanted is not None:
         if wanted.json_object:
             yield "structured_outputs.json_object", "json_schema", _ANY_OBJECT
@@ -287,3 +327,6 @@ def _structures(
             yield f"structured_outputs.{name}", form, getattr(wanted, form)
     for form, name in _FORMS.items():
         yield f"guided_{name}", form, getattr(body, f"guided_{name}")
+    yield "json_schema", "json_schema", body.json_schema
+    yield "regex", "regex", body.regex
+    yield "ebnf", "grammar", body.ebnf

@@ -466,6 +466,7 @@ class _Door:
             "root": str(config.model_path),
             "parent": None,
             "max_model_len": max_model_len,
+            "default_sampling_params": self._behind.admission.defaults.members(),
         }
 
 

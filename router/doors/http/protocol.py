@@ -70,6 +70,8 @@ class SamplingFields(_SimpleParameters):
     logit_bias: LogitBias | None = None
     stop: Strings | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
 
     def sampling_params(self) -> inference_pb2.SamplingParams:
         """Return the parameters as the router's own message, where None leaves a field unset."""
@@ -106,6 +108,7 @@ class ResponseFormat(RequestBody):
     structures: Any = None
     triggers: Any = None
     format: Any = None
+    json_object_schema: JsonSchema | None = Field(None, alias="schema")
 
 
 class StructuredOutputsParams(RequestBody):
@@ -146,6 +149,8 @@ class GenerationFields(SamplingFields):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: Strings | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Int32 | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     retain_seconds: Float32 | None = None
@@ -154,6 +159,12 @@ class GenerationFields(SamplingFields):
     """Only "24h" has a meaning."""
     session_id: Any = None
     """An open session's id; clients of other servers send what they like."""
+
+    # SGLang's names.
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    no_stop_trim: bool | None = None
 
     # Without meaning for this server.
     user: Any = None
@@ -167,9 +178,6 @@ class GenerationFields(SamplingFields):
     verbosity: Any = None
 
     # Served with the values alone at which they have no effect.
-    allowed_token_ids: Annotated[Any, Only([])] = None
-    bad_words: Annotated[Any, Only([])] = None
-    include_stop_str_in_output: Annotated[Any, Only(False)] = None
     length_penalty: Annotated[Any, Only(1)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
     use_beam_search: Annotated[Any, Only(False)] = None
@@ -198,20 +206,38 @@ class CompletionRequest(GenerationFields):
 class TextPart(OpenObject):
     """A part of a message's content."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
+
+
+class RefusalPart(OpenObject):
+    """A part of an earlier answer in which the model refused."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 def _read_part(given: Any) -> str:
     """Return a part's text. No model is made, which takes ten times as long."""
-    is_text_part = isinstance(given, dict) and given.get("type", "text") == "text"
-    text = given.get("text") if is_text_part else given
+    text = given
+    if isinstance(given, dict):
+        name = _TEXTS_OF_PARTS.get(given.get("type", "text"))
+        text = given.get(name) if name else None
     if not isinstance(text, str):
         raise ValueError('must be a text: {"type": "text", "text": …}')
     return text
 
 
-_Part = Annotated[str, PlainValidator(_read_part, json_schema_input_type=str | TextPart)]
+_TEXTS_OF_PARTS: Final = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+"""The member that has the text, for each type of a part."""
+_Part = Annotated[
+    str, PlainValidator(_read_part, json_schema_input_type=str | TextPart | RefusalPart)
+]
 _PARTS: Final = TypeAdapter[list[str]](Annotated[list[_Part], Field(fail_fast=True)])
 
 
