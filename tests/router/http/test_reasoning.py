@@ -195,6 +195,7 @@ async def test_what_depends_on_reasoning_says_where_it_ends(
         (THINKS, {}, False, None),
         (THINKS, {"stop": "x"}, True, None),
         (THINKS, {"thinking_token_budget": 0}, True, 0),
+        (THINKS, {"thinking_budget": 7}, True, 7),
         (HERMES, {"stop": "x", "thinking_token_budget": 5}, False, None),
     ]
     for template, extra, says, budget in cases:
