@@ -13,6 +13,7 @@ def router_config(options: ServeOptions, model: ModelFolder) -> RouterConfig:
     asked = values_for(RouterOptions, options)
     return RouterConfig(
         model_name=model.name,
+        model_aliases=options.model_names[1:],
         model_path=model.path,
         dtype=options.dtype,
         grpc_address=str(options.grpc),

@@ -212,6 +212,15 @@ HTTP: Final = ListenerRule(
     {
         "POST /v1/completions": _LIVE,
         "POST /v1/chat/completions": _LIVE,
+        "POST /v1/responses": _LIVE,
+        "POST /v1/messages": _LIVE,
+        "POST /v1/messages/count_tokens": MethodRule(
+            MethodAccess.GENERATE,
+            most_of_a_caller=1024,
+            most=4096,
+            answer_seconds=None,
+            order=ServingOrder.TEXTS,
+        ),
         "POST /v1/sessions": MethodRule(
             MethodAccess.GENERATE,
             most_of_a_caller=64,
@@ -256,6 +265,7 @@ HTTP: Final = ListenerRule(
         "GET /openapi.json": _READ,
         "GET /": _OPEN,
         "GET /health": _OPEN,
+        "GET /ready": _OPEN,
         "GET /ping": _OPEN,
         "POST /ping": _OPEN,
     },

@@ -204,6 +204,22 @@ class RouterOptions(ObservingOptions):
         at_least=1,
         unit="seconds",
     )
+    sse_keepalive: float = option(
+        10.0,
+        "The router writes a comment into a stream of --http in which nothing has come for so many "
+        "seconds. Until the first one an error has a status of its own. 0: it writes none.",
+        Section.ACCESS,
+        at_least=0,
+        unit="seconds",
+    )
+    drain_seconds: float = option(
+        300.0,
+        "At SIGTERM a router is ready no more, and goes on for at most so many seconds, as long as "
+        "requests live. Ctrl-C, or a second signal, does not wait.",
+        Section.RECOVERY,
+        at_least=0,
+        unit="seconds",
+    )
     max_attempts: int = option(
         3,
         "A request fails when one of its outputs has failed this often, because a worker was lost, "
@@ -305,7 +321,7 @@ class RouterConfig(RouterOptions):
     """The whole configuration of one router. Built once, by `deploy`."""
 
     model_name: str
-    """The model's name for clients."""
+    """The model's first name for clients, which is that of its metrics."""
     model_path: Path
     """The checkpoint folder; its tokenizer.json is read."""
     dtype: str
@@ -330,3 +346,10 @@ class RouterConfig(RouterOptions):
     """The certificate for clients, who need to show none; None: plain text."""
     admin_tls: TlsFiles | None = None
     """The certificate for operators, who need to show none; None: plain text."""
+    model_aliases: tuple[str, ...] = ()
+    """The other names of the model; an answer has the one that was asked for."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model, first the one for clients that ask for none."""
+        return (self.model_name, *self.model_aliases)

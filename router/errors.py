@@ -39,7 +39,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from kvrelay.router.callers import Caller, Right
@@ -68,12 +68,17 @@ class InvalidField(RequestError):  # noqa: N818 - the name says what it is
         self.field = field
         self.problem = message
 
+    def rename(self, field: str) -> None:
+        """Tell of the field by another name, which its client knows."""
+        self.field, self.args = field, (f"{field}: {self.problem}",)
+
 
 class UnknownModel(InvalidField):
     """A request for another model than the served one."""
 
-    def __init__(self, served: str, asked: str) -> None:
-        super().__init__("model", f"must be {served!r} or empty, got {asked!r}")
+    def __init__(self, served: Sequence[str], asked: str) -> None:
+        names = ", ".join(map(repr, served))
+        super().__init__("model", f"must be {names} or empty, got {asked!r}")
 
 
 class ContextTooLong(InvalidField):

@@ -33,6 +33,13 @@ HTTP_RESPONSES: Final = METRICS.counter(
     "path",
     "status",
 )
+LEFT_OUT: Final = METRICS.counter(
+    "kvrelay_http_left_out_total",
+    "Fields and tools without a meaning here that were left out of calls, by path and name: those "
+    "that only a vendor serves, such as a web search",
+    "path",
+    "what",
+)
 HTTP_CONNECTIONS: Final = METRICS.gauge(
     "kvrelay_http_connections", "Connections to --http that are open"
 )

@@ -150,6 +150,8 @@ class Router:
         self._adoption = SessionAdoption(self._sessions, self._fleet, self._metrics)
         self._health = HealthService((_SERVICE,))
         self._undo = contextlib.AsyncExitStack()
+        self._live: LiveRequests | None = None
+        self._http: HttpListener | None = None
         self._worker_credentials: CurrentTls | None = None
         self._tokens: CurrentTokens | None = None
         self.grpc_address = config.grpc_address
@@ -173,7 +175,7 @@ class Router:
             loaded = await asyncio.to_thread(_load_tokenizer, self._config.model_path)
             self._fleet.model.tokenizer, tokenizer = loaded.sha256, loaded.tokenizer
             live = LiveRequests(self._config, self._fleet, tokenizer, self._metrics)
-            self._on_killed = live.on_killed
+            self._live, self._on_killed = live, live.on_killed
             self._metrics.watch(LIVE_REQUESTS, lambda: live.count(streaming=False), state="waiting")
             self._metrics.watch(
                 LIVE_REQUESTS, lambda: live.count(streaming=True), state="streaming"
@@ -263,6 +265,18 @@ class Router:
             if self._fleet.ready:
                 return
             await self._fleet.changes.wait()
+
+    async def drain(self) -> None:
+        """Be ready no more, and return once no request lives or after `drain_seconds`.
+
+        New requests are still served, since load balancers need a while to see that the router is
+        not ready. But each HTTP answer closes its connection, so that clients connect elsewhere.
+        """
+        self._health.close()
+        if self._http is not None:
+            self._http.close_after_answers()
+        if self._live is not None:
+            await self._live.drain(self._config.drain_seconds)
 
     async def stop(self) -> None:
         """Refuse new requests, let live ones finish or fail them, then close everything."""
@@ -367,6 +381,7 @@ class Router:
             raise StartError(f"HTTP: cannot listen on {address}: is the port in use?") from error
         undo.push_async_callback(listener.stop, STOP_GRACE_SECONDS)
         await listener.start()
+        self._http = listener
         self._metrics.watch(HTTP_CONNECTIONS, lambda: listener.num_connections)
         self.http_address = f"{host}:{listener.port}"
 

@@ -12,7 +12,7 @@ import click
 import grpc
 
 from kvrelay.deploy.command_errors import with_clear_errors
-from kvrelay.deploy.commands.serve import with_free_http
+from kvrelay.deploy.commands.serve import drain_at_sigterm, with_free_http
 from kvrelay.deploy.errors import DeployError
 from kvrelay.deploy.nodes.models import ModelFolder, find_model
 from kvrelay.deploy.options.listen_address import Address
@@ -48,7 +48,8 @@ def router(*, debug: bool, controller: Controller, access: CommandAccess, **opti
     Routers share nothing: any number may run, and each serves all of the cluster's workers. While
     the controller is away they go on with the workers that they know. Give --model, --dtype and the
     other options as to `kvrelay serve`. The --token-file, --ca and --tls are those with which this
-    router calls the controller; the token needs the right admin. Ctrl-C stops this router alone.
+    router calls the controller; the token needs the right admin. Ctrl-C stops this router alone;
+    SIGTERM lets its requests end before, for --drain-seconds at most.
     """
     if controller.address is not None:
         access.check(controller.address)
@@ -130,4 +131,5 @@ async def _route(
             progress.line(f"  metrics    http://{router.metrics_address}/metrics")
             progress.line("Ctrl-C stops it.")
             await stopped.wait()
+            await drain_at_sigterm(router, progress, signals)
             progress.line("Stopping the router.")

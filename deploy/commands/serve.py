@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from kvrelay.options.observing import LogFormat
 if TYPE_CHECKING:
     from kvrelay.deploy.nodes.joined_ray import JoinedRay
     from kvrelay.deploy.nodes.local_ray import LocalRay
+    from kvrelay.router.router import Router
 
 
 _WORKERS_IMPORT: Final = ("kvrelay.model_runner.runner",)
@@ -56,7 +58,8 @@ def serve(*, detach: bool, debug: bool, **options: Any) -> None:
 
     The command starts a Ray of its own, or joins one with --ray-address. It starts prefill and
     decode workers (or aggregated workers) and a router, and prints their addresses when they are
-    ready. Ctrl-C stops them, and nothing else that runs here; a second Ctrl-C does not wait.
+    ready. Ctrl-C stops them, and nothing else that runs here; SIGTERM lets requests end before, for
+    --drain-seconds at most. A second signal does not wait.
     """
     if detach:
         _up(options, debug=debug)
@@ -101,6 +104,13 @@ def run(options: ServeOptions, progress: StartProgress, *, debug: bool) -> None:
         with finding_model(options, progress) as found:
             _run_cluster(options, found, progress, signals, debug=debug)
     progress.line("Stopped.")
+
+
+async def drain_at_sigterm(router: Router, progress: StartProgress, signals: StopSignals) -> None:
+    """Let the router drain if SIGTERM asks for the stop; who presses Ctrl-C waits for nobody."""
+    if signals.received is signal.SIGTERM:
+        progress.line("Draining the router: a second signal does not wait.")
+        await router.drain()
 
 
 def with_free_http(options: ServeOptions, progress: StartProgress) -> ServeOptions:
@@ -190,6 +200,7 @@ async def _serve(
             for line in ready_lines(deployment, model, options):
                 progress.line(line)
             await stopped.wait()
+            await drain_at_sigterm(deployment.router, progress, signals)
             state = await deployment.cluster.state()
             progress.line("Stopping the router and the workers.")
     return any(worker.last_end for worker in state.workers)

@@ -86,7 +86,7 @@ def find_model(
         step.say(model.name)
     return replace(
         model,
-        name=options.model_name or model.name,
+        name=next(iter(options.model_names), model.name),
         draft_path=_find_draft(options, progress, converted),
     )
 

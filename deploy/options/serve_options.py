@@ -31,6 +31,14 @@ WORKER_HOST: Final = "127.0.0.1"
 """The host at which workers listen if all of them run on this machine."""
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names between commas; raise ValueError if one is empty."""
+    names = tuple(one.strip() for one in text.split(","))
+    if not all(names):
+        raise ValueError("must be names, separated by commas")
+    return names
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
     """The options of a cluster; they are checked when the object is made.
@@ -47,7 +55,12 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
         metavar="PATH_OR_ID",
     )
     model_name: str | None = option(
-        None, "What clients call the model.", Section.MODEL, shown_default="from --model"
+        None,
+        "What clients call the model: one name or several, separated by commas. Answers have the "
+        "name that was asked for, and metrics the first.",
+        Section.MODEL,
+        check=names_in,
+        shown_default="from --model",
     )
     device: str = option(
         "auto",
@@ -269,6 +282,11 @@ class ServeOptions(RouterOptions, WorkerOptions, MachineOptions):
                     f"metrics take the ports {self.metrics.port} to {last}, and {flag} one of "
                     f"them: {address.port}",
                 )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's names for clients; empty: the one that --model has."""
+        return names_in(self.model_name) if self.model_name is not None else ()
 
     def worker_metrics(self) -> tuple[Address, ...]:
         """Return the addresses of the workers' metrics in `roles`' order; none if any port will do.

@@ -93,12 +93,17 @@ class Admission:
         self._metrics = metrics
         self._retry_after_ms = config.retry_after_ms
         self._validator = Validator(
-            model_name=config.model_name,
+            model_names=config.model_names,
             encode=texts.encode,
             default_max_tokens=config.default_max_tokens,
             seeds=seeds,
             marks_of=fleet.prefixes.marks_of,
         )
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router is about to stop, so that new requests had better go elsewhere."""
+        return self._live.draining
 
     @property
     def closing(self) -> bool:

@@ -36,7 +36,7 @@ class Validator:
     """A validator of requests for one model.
 
     Args:
-        model_name: the model's name for clients; a request that names no model is for it, too.
+        model_names: the model's names for clients; a request that names no model is for it, too.
         encode: tokenizes a prompt, with the tokenizer's special tokens.
         default_max_tokens: the operator's `max_tokens` of a request that sets none; less where
             less fits. None: what the endpoint says.
@@ -44,7 +44,7 @@ class Validator:
         marks_of: computes the marks of a prompt in a namespace; for any thread.
     """
 
-    model_name: str
+    model_names: Sequence[str]
     encode: Encode
     default_max_tokens: int | None
     seeds: Seeds
@@ -131,8 +131,8 @@ class Validator:
         """Check the request id, the salt and the model."""
         _check_bytes("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
         _check_bytes("cache_salt", message.cache_salt, MAX_CACHE_SALT_BYTES)
-        if message.model not in ("", self.model_name):
-            raise UnknownModel(self.model_name, message.model)
+        if message.model and message.model not in self.model_names:
+            raise UnknownModel(self.model_names, message.model)
 
 
 def _check_bytes(field: str, text: str, most: int) -> None:

@@ -54,6 +54,8 @@ class LiveRequests:
         self._live: dict[tuple[str, str], LiveRequest] = {}  # by `GenerationRequest.id`
         self._metrics = metrics
         self._attempt_numbers = itertools.count(1)
+        self.draining = False
+        """Whether the router is about to stop, and serves on until no request lives."""
         self.closing = False
         """Whether no more requests are admitted, because the router is stopping."""
         self._validating: Counter[str] = Counter()  # by the caller's name
@@ -90,7 +92,7 @@ class LiveRequests:
             Unavailable: the router is stopping.
         """
         if self.closing:
-            raise Unavailable("the router is stopping")
+            raise _stopping()
         validating = self._validating[caller.name]
         self._token_limits.check_live(caller, self._live.values(), validating)
         taken = len(self._live) + self._validating.total()
@@ -102,6 +104,8 @@ class LiveRequests:
         finally:
             self._validating[caller.name] -= 1
             self._validating += Counter()  # drops the names at zero
+            if self.draining:
+                self._ended.notify_all()
 
     def open(
         self,
@@ -163,16 +167,27 @@ class LiveRequests:
             if call_id in live.request.call_ids and live.request.caller.name == caller.name
         ]
 
+    async def drain(self, seconds: float) -> None:
+        """Return once no request is live, or being validated, or after so many seconds."""
+        self.draining = True
+        await self._until_none(seconds)
+
     async def close(self, grace_seconds: float) -> None:
         """Admit no more requests, wait for the live ones, fail the rest after the grace."""
-        self.closing = True
+        self.draining = self.closing = True
+        if not await self._until_none(grace_seconds):
+            for live in list(self._live.values()):
+                live.fail(_stopping())
+
+    async def _until_none(self, seconds: float) -> bool:
+        """Wait until there is no request, for so many seconds at most; return whether it is so."""
         try:
-            async with asyncio.timeout(grace_seconds):
-                while self._live:
+            async with asyncio.timeout(seconds):
+                while self._live or self._validating:
                     await self._ended.wait()
         except TimeoutError:
-            for live in list(self._live.values()):
-                live.fail(Unavailable("the router is stopping"))
+            return False
+        return True
 
     def _admit(
         self,
@@ -183,7 +198,7 @@ class LiveRequests:
         trace: RequestTrace | None,
     ) -> LiveRequest:
         if self.closing:
-            raise Unavailable("the router is stopping")
+            raise _stopping()
         num_tokens = len(request.input_ids)
         self._token_limits.check_queued(request.caller, self._live.values(), num_tokens)
         self._grammar_room.check(request, (one.request for one in self._live.values()))
@@ -247,6 +262,10 @@ class LiveRequests:
             live.request.turn.end(live.history, live.generated_on, live.history_digest)
         self._request_log.write(live)
         self._ended.notify_all()
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the router is stopping")
 
 
 class RequestLog:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from kvrelay.engine.config import PrefixIndexKind
@@ -98,7 +99,10 @@ async def test_aborts_among_others_leave_the_others_right(workers, number):
 
 
 async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(tiny: Path) -> None:
-    """The read ends when its request has long gone, and others have come."""
+    """The read ends when its request has long gone, and others have come.
+
+    sgl-project/sglang#33507, #30233.
+    """
     pages: dict[str, Any] = {"page_size": 4, "chunk_tokens": 16, "kv_memory": 170 * PAGE_BYTES}
     index = PrefixIndexKind.NONE
     async with in_process(tiny, faults=(), prefix_index=index, **pages) as workers:
@@ -117,6 +121,49 @@ async def test_scenario_34_abort_while_a_slow_read_writes_its_pages(tiny: Path) 
         assert await asyncio.gather(*(_read_tokens(ask(number)) for number in range(3))) == expected
         assert reads.fired == len(late)
         await workers.assert_at_baseline()
+
+
+LATE = {
+    "queue": (1, FaultEvent.GRANT, False),
+    "prefill": (0, FaultEvent.FORWARD, False),
+    "pull": (1, FaultEvent.PULL, True),
+    "decode": (1, FaultEvent.FORWARD, True),
+}
+"""The worker and the event that are late while a request is in a phase; whether it has a token."""
+
+
+async def test_an_http_client_that_leaves_ends_its_request_in_each_phase(tiny: Path) -> None:
+    async with in_process(tiny, faults=(), page_size=4, kv_memory=2 << 20) as workers:
+        url = f"http://{workers.router.http_address}/v1/completions"
+        for phase, (worker, event, has_token) in LATE.items():
+            faults = workers.hosted[worker].faults
+            faults.arm([Fault(FaultAction.DELAY, event, seconds=0.2)])
+            prompt = [(13 * i + 101 * len(phase)) % 500 for i in range(300)]
+            leaving = asyncio.Event()
+            call = asyncio.create_task(_leave(url, prompt, leaving, has_token=has_token))
+            async with asyncio.timeout(60):
+                while not faults.fired:
+                    await asyncio.sleep(0.005)
+                leaving.set()
+                await call
+            await workers.assert_at_baseline()
+            aborted = await workers.metric("kvrelay_requests_total", outcome="abort")
+            assert aborted == list(LATE).index(phase) + 1
+
+
+async def _leave(url: str, prompt: list[int], leaving: asyncio.Event, *, has_token: bool) -> None:
+    """Ask for a stream, and leave it when told to, and when its first token has come or has not."""
+    body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    async with httpx.AsyncClient(timeout=60) as http:
+        if has_token:
+            async with http.stream("POST", url, json=body) as answer:
+                assert (await anext(answer.aiter_lines())).startswith("data: ")
+                await leaving.wait()
+            return
+        call = asyncio.create_task(http.post(url, json=body))
+        await leaving.wait()
+        assert not call.done()
+        call.cancel()
 
 
 async def test_abort_of_an_unknown_id_says_so(workers):

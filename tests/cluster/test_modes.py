@@ -63,7 +63,10 @@ async def plain(tiny: Path) -> list[Any]:
 async def test_speculation_retractions_and_pairs_change_no_token(
     tiny: Path, plain: list[Any]
 ) -> None:
-    """A plain aggregated worker, and a pair with all modes on, say the same in float32."""
+    """A plain aggregated worker, and a pair with all modes on, say the same in float32.
+
+    NVIDIA/TensorRT-LLM#17701, vllm-project/vllm#42744.
+    """
     async with in_process(
         tiny,
         kv_memory=64 << 20,
@@ -80,6 +83,7 @@ async def test_speculation_retractions_and_pairs_change_no_token(
 
 
 async def test_ngrams_and_little_memory_change_no_token(tiny: Path, plain: list[Any]) -> None:
+    """sgl-project/sglang#26248, #30573: requests that are retracted say the same."""
     async with in_process(
         tiny,
         speculation=Speculation.NGRAM,

@@ -70,6 +70,8 @@ async def test_drawn_seed_is_told_and_reproduces(cluster):
 
 
 async def test_sample_does_not_depend_on_company(cluster):
+    """vllm-project/vllm#51226."""
+
     def ask():
         return cluster.generate(PROMPT, temperature=1.2, seed=5, max_tokens=16, ignore_eos=True)
 
@@ -98,6 +100,10 @@ async def test_first_token_may_be_the_last(cluster, max_tokens):
 
 @pytest.mark.parametrize("place", [0, 5])
 async def test_stop_token_ends_it(cluster, place):
+    """The first token, too: vllm-project/vllm#46008, sgl-project/sglang#12151.
+
+    NVIDIA/TensorRT-LLM#16691 is of the same.
+    """
     free = await cluster.generate(PROMPT, temperature=1, seed=3, max_tokens=20, ignore_eos=True)
     stop = free.tokens[place]
     place = free.tokens.index(stop)
@@ -107,6 +113,57 @@ async def test_stop_token_ends_it(cluster, place):
     assert answer.tokens == free.tokens[: place + 1]
     assert answer.complete.finish_reason == FINISH.FINISH_REASON_STOP
     assert answer.complete.matched_token_id == stop
+
+
+async def test_outputs_at_the_edges_of_pages(cluster):
+    """Pages have 16 tokens here: TT#4392."""
+
+    async def ask(length: int, max_tokens: int) -> list[list[int]]:
+        tokens: list[list[int]] = [[], []]
+        prompt = [(7 * i + length) % 500 for i in range(length)]
+        more = {"temperature": 1.0, "seed": 9, "ignore_eos": True}
+        async for event in cluster.stream(prompt, n=2, max_tokens=max_tokens, **more):
+            tokens[event.delta.choice] += event.delta.token_ids
+        return tokens
+
+    lengths, most = (1, 15, 16, 17, 31, 32, 33), (17, 1, 2, 15, 16)
+    asked = [(length, max_tokens) for length in lengths for max_tokens in most]
+    told = dict(zip(asked, await asyncio.gather(*(ask(*one) for one in asked)), strict=True))
+    for (length, max_tokens), choices in told.items():
+        assert choices == [one[:max_tokens] for one in told[length, 17]]
+
+
+async def test_whole_pages_of_a_prompt_are_cached_but_for_its_last_token(cluster):
+    """A first time nothing is, at any length: vllm-project/vllm#43370, TT#4120."""
+    for length in (15, 16, 17, 32, 33):
+        prompt = [(11 * i + 3 * length) % 500 for i in range(length)]
+        told = [await cluster.generate(prompt, max_tokens=1) for _ in range(2)]
+        cached = [answer.complete.usage.cached_tokens for answer in told]
+        assert cached == [0, (length - 1) // 16 * 16]
+
+
+async def test_log_probabilities_of_a_prompt_stay_what_is_cached(cluster):
+    """Fresh, again and behind more: vllm-project/vllm#42245, #42019.
+
+    So are those of the first token, which the prefill worker draws: sgl-project/sglang#40298,
+    NVIDIA/TensorRT-LLM#11727, vllm-project/vllm#27449.
+    """
+
+    async def ask(prompt: list[int]) -> list[float]:
+        more = {"temperature": 0, "max_tokens": 1, "logprobs": 0, "ignore_eos": True}
+        scores = []
+        async for event in cluster.stream(prompt, prompt_logprobs=0, **more):
+            delta = event.delta
+            scores += [one.logprob for one in (*delta.prompt_logprobs, *delta.logprobs)]
+        return scores
+
+    prompt = [(17 * i) % 500 for i in range(40)]
+    first = await ask(prompt)
+    next_token = (await cluster.generate(prompt, temperature=0, max_tokens=1)).tokens
+    longer = await ask([*prompt, *next_token, 7])
+    for told in (await ask(prompt), longer[: len(first)]):
+        assert told == pytest.approx(first, abs=1e-4)
+    assert len(first) == len(prompt)
 
 
 async def test_stop_string_across_tokens_is_never_shown(cluster):

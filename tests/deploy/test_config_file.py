@@ -58,6 +58,8 @@ EVERYTHING: dict[str, Any] = {
     "reasoning_parser": "think",
     "http_origins": "https://a.example",
     "http_keep_alive": 90.0,
+    "sse_keepalive": 15.5,
+    "drain_seconds": 120.5,
     "admin": Address("0.0.0.0", 2),
     "metrics": Address("127.0.0.1", 0),
     "tls_cert": Path("a.crt"),

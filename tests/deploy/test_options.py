@@ -58,6 +58,7 @@ BAD = [
     ("device", "tpu"),
     ("model", ""),
     ("model_name", "  "),
+    ("model_name", "a,,b"),
 ]
 
 
@@ -273,6 +274,7 @@ def test_the_front_shows_its_own_certificate_or_the_clusters():
 def test_a_models_own_template_gives_way_to_the_option():
     model = ModelFolder("none", Path(), chat_template=Path("tools.jinja"))
     assert router_config(ServeOptions(), model).chat_template == Path("tools.jinja")
+    assert router_config(ServeOptions(model_name="a, b"), model).model_aliases == ("b",)
     asked = ServeOptions(chat_template=Path("chat.jinja"))
     assert router_config(asked, model).chat_template == Path("chat.jinja")
 

@@ -98,6 +98,7 @@ WRONG: list[tuple[Values, str]] = [
     ({"prefill": {"replicas": 0}}, "replicas"),
     ({"worker": {"cpu": "four", "memory": "1Gi"}}, "cpu"),
     ({"worker": {"cpu": 1, "memory": "1 GB"}}, "memory"),
+    ({"worker": {"cpu": 1, "memory": "1Gi", "drainSeconds": 0}}, "drainSeconds"),
     ({"router": {"replicas": 1, "serviceType": "Loadbalancer"}}, "serviceType"),
     ({"model": {"source": "x", "dtype": "int4"}}, "dtype"),
     ({"redis": {"address": "redis"}}, "redis"),

@@ -45,9 +45,16 @@ def test_a_worker_has_time_to_drain_and_ray_to_end_after_it(file: str):
             if one["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
         ]
         assert pod.spec["terminationGracePeriodSeconds"] > waits + 2 * float(ray)
-    router = pods(manifests)["router"]
+
+
+@every_file
+def test_a_router_has_time_to_drain_behind_its_hook(file: str):
+    manifests = rendered(file)
+    router, (options, _) = pods(manifests)["router"], router_options(manifests)
     [_, slept] = router.container("router")["lifecycle"]["preStop"]["exec"]["command"]
-    assert router.spec["terminationGracePeriodSeconds"] > float(slept) + 5
+    assert float(slept) == 5, "the drain itself is what waits for streams"
+    assert router.spec["terminationGracePeriodSeconds"] == options.drain_seconds + 30
+    assert (options.drain_seconds, file != "laptop") in ((10, False), (300, True))
 
 
 def _selectors(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, str]]]:

@@ -25,6 +25,7 @@ from .scripted_worker import (
 async def test_a_decode_worker_lost_in_mid_stream_is_not_noticed(
     config: RouterConfig, choices: int
 ) -> None:
+    """smg#2382, NVIDIA/TensorRT-LLM#17206."""
     async with running(config, "prefill-0", "decode-0", "decode-1") as cluster:
         cluster.count()
         cluster.decode.on_submit = tokens_then_silence
@@ -114,3 +115,21 @@ async def test_output_that_was_complete_is_not_submitted_again(cluster: Cluster)
     await cluster.decode.stop()
     assert (await call.read()).complete.finish_reason == pb.FINISH_REASON_LENGTH
     assert len(cluster.prefill.submits) == 1
+
+
+async def test_each_request_is_counted_once_though_a_worker_is_lost(config: RouterConfig) -> None:
+    """smg#1781, imp#1120."""
+    async with running(config, "prefill-0", "prefill-1", "decode-0") as cluster:
+        cluster.count()
+        cluster.prefill.on_submit = None
+        calls = [cluster.generate() for _ in range(6)]
+        collecting = [asyncio.create_task(collect(call)) for call in calls]
+        await cluster.prefill.submitted()
+        await until(lambda: len(cluster.decode.submits) == len(calls))
+        await cluster.prefill.stop()
+        assert [len(one.token_ids) for one in await asyncio.gather(*collecting)] == [8] * 6
+        for name in ("requests_total", "ttft_seconds_count", "e2e_seconds_count"):
+            assert await cluster.metric(f"kvrelay_{name}") == len(calls), name
+        assert await cluster.metric("kvrelay_itl_seconds_count") == len(calls) * 7
+        assert await cluster.resubmitted() >= 1
+        assert (await cluster.server_info()).live_requests == 0

@@ -179,7 +179,10 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
 def test_no_part_of_a_stop_string_is_ever_shown(
     text: str, stop: list[str], min_tokens: int
 ) -> None:
-    """The worker says where it stops; what is shown ends where that stop string begins."""
+    """The worker says where it stops; what is shown ends where that stop string begins.
+
+    sgl-project/sglang#31598, deepjavalibrary/djl#3085.
+    """
     all_ids = BYTE_LEVEL.encode(text).ids
     token_ids, matched = stop_at(BYTE_LEVEL, all_ids, stop, min_tokens)
     before = text_before_stop(BYTE_LEVEL, all_ids, stop, min_tokens)

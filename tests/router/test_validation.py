@@ -24,7 +24,7 @@ LIMITS = RequestLimits(
     vocab_size=100, max_model_len=64, prefill_pool_tokens=80, decode_pool_tokens=80
 )
 VALIDATOR = Validator(
-    model_name="toy",
+    model_names=("toy",),
     encode=lambda text, most_tokens: [ord(character) % 128 for character in text],
     default_max_tokens=16,
     seeds=Seeds(b"key"),

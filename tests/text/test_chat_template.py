@@ -42,6 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("source", [CHATML, STRIPPING])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_it_renders_as_transformers_does(source: str, options: dict[str, Any]) -> None:
+    """huggingface/transformers#35433, vllm-project/vllm#9547, mistralai/mistral-common#232."""
     tools = [{"type": "function", "function": {"name": "<f>"}}]
     ours = ChatTemplate(source, {"bos_token": "<s>"}).render(
         MESSAGES, tools=tools, variables={"more": "yes"}, **options

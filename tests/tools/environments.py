@@ -155,6 +155,27 @@ class Environment:
         return self._begun.is_file() and self._begun.read_text() == self._wanted
 
 
+class NodeEnvironment(Environment):
+    """One of npm's: its requirements are packages with their versions, a line each."""
+
+    def command(self, name: str) -> Path:
+        """One of its commands; skips the test if the environment is not there."""
+        return super().command(name).parents[1] / "node_modules" / ".bin" / name
+
+    def _create(self, seconds: float) -> None:
+        if shutil.which("npm") is None:
+            raise CannotMakeError("no npm runs here: apt-get install npm")
+        self.folder.mkdir(parents=True)
+
+    def _install(self, seconds: float) -> None:
+        quiet = ("--silent", "--no-fund", "--no-audit", "--no-update-notifier")
+        wanted = self.requirements.read_text().split()
+        command: list[str | Path] = ["npm", "install", *quiet, "--prefix", self.folder, *wanted]
+        returncode, said = run_bounded(command, seconds)
+        if returncode != 0:
+            raise CannotMakeError(f"npm failed: {said[-300:]}")
+
+
 def find_python(command: str) -> str | None:
     """Find a Python that runs by its command or path; pyenv's commands may stand for no version.
 
@@ -229,7 +250,10 @@ def run_bounded(command: Sequence[str | Path], seconds: float) -> tuple[int, str
 AIPERF: Final = Environment.of("aiperf")
 GUIDELLM: Final = Environment.of("guidellm", needs_torch=True)
 LM_EVAL: Final = Environment.of("lm-eval", needs_torch=True)
-ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL)
+CLAUDE_CODE: Final = NodeEnvironment.of("claude-code")
+CODEX: Final = NodeEnvironment.of("codex")
+OPENAI_AGENTS: Final = Environment.of("openai-agents")
+ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL, CLAUDE_CODE, CODEX, OPENAI_AGENTS)
 GPU: Final = Environment.of_gpu()
 
 

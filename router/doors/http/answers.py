@@ -29,6 +29,8 @@ from kvrelay.text.output_parsers.tool_format import new_call_id
 from kvrelay.wire.output import SampledToken
 
 DONE: Final = b"data: [DONE]\n\n"
+COMMENT: Final = b": keep-alive\n\n"
+"""The bytes of a stream that say nothing."""
 _LARGE_BYTES: Final = 1 << 20
 _BYTES_OF_AN_ID: Final = 8
 """The estimated bytes of a token id in an answer."""
@@ -275,7 +277,7 @@ class _Choices:
 _NOTHING_SHOWN: Final = ChoiceEnd(FinishReason.LENGTH, None)
 
 
-def _is_cut(end: ChoiceEnd) -> bool:
+def is_cut(end: ChoiceEnd) -> bool:
     """Return whether something else than the model has ended an output."""
     return end.finish_reason is not FinishReason.STOP or isinstance(end.matched_stop, str)
 
@@ -349,7 +351,7 @@ class Chunks(_Choices):
         if self._spoken:
             last = [
                 self._chunk(choice, words)
-                for words in self._spoken[choice].finish(is_cut=_is_cut(end))
+                for words in self._spoken[choice].finish(is_cut=is_cut(end))
             ]
             beginning += "".join(last)
         return beginning + self._chunk(choice, self._style.no_text, self._reason(choice, end))
@@ -462,7 +464,7 @@ class Whole(_Choices):
 
     def _choice(self, choice: int, end: ChoiceEnd) -> str:
         if self._spoken:
-            words = self._spoken[choice].message(is_cut=_is_cut(end))
+            words = self._spoken[choice].message(is_cut=is_cut(end))
         else:
             words = self._style.text_of_whole(quoted("".join(self._texts[choice])))
         extra = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from json.encoder import encode_basestring_ascii as quoted
 
@@ -34,7 +35,8 @@ class Spoken:
     ) -> None:
         self._parser = parser
         self._new_id = new_id
-        self._told = told
+        self.told = told
+        """The way in which reasoning is told."""
         self.reasoning_tokens = 0
         """The tokens of the reasoning, as far as its text is known."""
         self.is_unclosed = False
@@ -63,6 +65,22 @@ class Spoken:
         deltas = self._deltas(self._counted(self._parser.finish(is_cut=is_cut)))
         return [*deltas, *self._late_reasoning()]
 
+    def pieces(self, text: str, num_tokens: int) -> list[OutputPiece]:
+        """Return the pieces that some more text completes; a call's first one has its id."""
+        return self._noted(self._parse(text, num_tokens))
+
+    def last_pieces(self, *, is_cut: bool) -> list[OutputPiece]:
+        """Return the last pieces, for an output that was cut off or not."""
+        return self._noted(self._counted(self._parser.finish(is_cut=is_cut)))
+
+    def _noted(self, pieces: Sequence[OutputPiece]) -> list[OutputPiece]:
+        noted = []
+        for piece in pieces:
+            self._note(piece)
+            is_first = piece.call is not None and piece.name
+            noted.append(replace(piece, call_id=self._begun[-1][0]) if is_first else piece)
+        return noted
+
     def take(self, text: str, num_tokens: int) -> None:
         """Take some more text of a whole answer."""
         self._pieces += self._parse(text, num_tokens)
@@ -72,11 +90,11 @@ class Spoken:
         self._pieces += self._counted(self._parser.finish(is_cut=is_cut))
         for piece in self._pieces:
             self._note(piece)
-        in_content = self._told is ToldReasoning.AS_CONTENT
+        in_content = self.told is ToldReasoning.AS_CONTENT
         content = "".join(
             [piece.content or (piece.reasoning if in_content else "") for piece in self._pieces]
         )
-        is_told = self._told not in (ToldReasoning.AS_CONTENT, ToldReasoning.NEVER)
+        is_told = self.told not in (ToldReasoning.AS_CONTENT, ToldReasoning.NEVER)
         reasoning = "".join([piece.reasoning for piece in self._pieces]) if is_told else ""
         whole = zip(self._begun, map("".join, self._arguments), strict=True)
         calls = [_begun(*begun, arguments) for begun, arguments in whole]
@@ -111,9 +129,9 @@ class Spoken:
         for piece in pieces:
             if not piece.reasoning:
                 deltas += [*self._late_reasoning(), self._delta(piece)]
-            elif self._told is ToldReasoning.AT_ITS_END:
+            elif self.told is ToldReasoning.AT_ITS_END:
                 self._late.append(piece.reasoning)
-            elif self._told is not ToldReasoning.NEVER:
+            elif self.told is not ToldReasoning.NEVER:
                 deltas.append(self._delta(piece))
         return deltas
 
@@ -124,7 +142,7 @@ class Spoken:
 
     def _delta(self, piece: OutputPiece) -> str:
         if piece.call is None:
-            if piece.reasoning and self._told is not ToldReasoning.AS_CONTENT:
+            if piece.reasoning and self.told is not ToldReasoning.AS_CONTENT:
                 return f'"delta":{{{_reasoning(piece.reasoning)}}}'
             return f'"delta":{{"content":{quoted(piece.reasoning or piece.content)}}}'
         self._note(piece)

@@ -1,11 +1,10 @@
-"""The handling of /v1/completions and /v1/chat/completions: each prompt is a live request."""
+"""The life of a call for completions, on every path: each prompt is a live request."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -13,19 +12,10 @@ from typing import Final
 from kvrelay.router.admission.admission import Admission, IncomingRequest
 from kvrelay.router.callers import Caller
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.doors.http.answers import (
-    DONE,
-    Chunks,
-    CompletionAnswer,
-    HeldAnswer,
-    PromptPart,
-    Style,
-    Whole,
-    parts_of_whole,
-    usage_chunk,
-)
+from kvrelay.router.doors.http.answers import HeldAnswer, PromptPart
 from kvrelay.router.doors.http.completion_bodies import Call
-from kvrelay.router.doors.http.exchange import Exchange
+from kvrelay.router.doors.http.exchange import Exchange, SilenceBreaker
+from kvrelay.router.doors.http.reply import Reply
 from kvrelay.router.errors import InvalidField, SlowReader
 from kvrelay.router.generation import GenerationRequest
 from kvrelay.router.metrics import SLOW_READERS, RouterMetrics
@@ -45,7 +35,7 @@ Make = Callable[[int, GenerationRequest], Form]
 
 
 class Completions:
-    """The handler of completion calls on both endpoints.
+    """The handler of all calls for completions; each path words its answers by a `Reply`.
 
     Args:
         config: the router's configuration.
@@ -61,55 +51,43 @@ class Completions:
         decode_prompt: Callable[[Sequence[int]], str],
         metrics: RouterMetrics,
     ) -> None:
-        self._model_name = config.model_name
         self._read_timeout = config.read_timeout
+        self._sse_keepalive = config.sse_keepalive
         self._max_unread_bytes = config.max_unread_bytes
         self._admission = admission
         self._decode_prompt = decode_prompt
         self._metrics = metrics
 
-    async def serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
+    async def serve(self, exchange: Exchange, call: Call, reply: Reply, caller: Caller) -> None:
         """Answer one call; raise `RequestError` if it fails."""
-        answer = CompletionAnswer(style, f"{style.prefix}-{uuid.uuid4().hex}", self._model_name)
         serve = self._stream if call.stream else self._answer
         try:
-            await serve(exchange, call, answer, caller)
+            await serve(exchange, call, reply, caller)
         except InvalidField as error:
-            asked = call.asked_as.get(error.field)
-            if asked is None:
-                raise
-            raise InvalidField(asked, error.problem) from error
+            error.rename(call.asked_as.get(error.field, error.field))
+            raise
 
-    async def _stream(
-        self, exchange: Exchange, call: Call, answer: CompletionAnswer, caller: Caller
-    ) -> None:
-        chunks: list[Chunks] = []
-
+    async def _stream(self, exchange: Exchange, call: Call, reply: Reply, caller: Caller) -> None:
         def make(number: int, request: GenerationRequest) -> Form:
-            chunks.append(Chunks(answer, self._part(call, number, request), call.shown))
-            return chunks[-1]
+            return reply.chunks(self._part(call, number, request))
 
-        completions = await self._run(exchange, call, answer, caller, make, exchange.write)
-        usage = usage_chunk(answer, chunks, completions) if call.include_usage else b""
+        with SilenceBreaker(exchange, self._sse_keepalive, reply.sign_of_life):
+            completions = await self._run(exchange, call, reply, caller, make, exchange.write)
         try:
             async with asyncio.timeout(self._read_timeout):
-                await exchange.end(usage + DONE)
+                await exchange.end(reply.last_events(completions))
         except TimeoutError:
             self._metrics.count(SLOW_READERS)
             exchange.abort()
 
-    async def _answer(
-        self, exchange: Exchange, call: Call, answer: CompletionAnswer, caller: Caller
-    ) -> None:
-        wholes: list[Whole] = []
+    async def _answer(self, exchange: Exchange, call: Call, reply: Reply, caller: Caller) -> None:
         held = HeldAnswer(self._max_unread_bytes * min(len(call.prompts), _MOST_HELD))
 
         def make(number: int, request: GenerationRequest) -> Form:
-            wholes.append(Whole(answer, self._part(call, number, request), call.shown, held))
-            return wholes[-1]
+            return reply.whole(self._part(call, number, request), held)
 
-        completions = await self._run(exchange, call, answer, caller, make, held.check)
-        parts = parts_of_whole(answer, wholes, completions)
+        completions = await self._run(exchange, call, reply, caller, make, held.check)
+        parts = reply.parts(completions)
         if held.is_large:
             await self._send_parts(exchange, parts)
         else:
@@ -142,7 +120,7 @@ class Completions:
         self,
         exchange: Exchange,
         call: Call,
-        answer: CompletionAnswer,
+        reply: Reply,
         caller: Caller,
         make: Make,
         take: Write,
@@ -154,14 +132,14 @@ class Completions:
             async with asyncio.timeout(None) as timeout:
                 with contextlib.ExitStack() as attached:
                     lives: list[LiveRequest] = []
-                    for ask in _asks(call, answer.id, (answer.id, exchange.id), make):
+                    for ask in _asks(call, reply.id, (reply.id, exchange.id), make):
                         live = await self._admission.open(
                             ask,
                             caller,
                             deadline,
                             door="http",
                             traceparent=exchange.traceparent if self._admission.traces else None,
-                            operation=answer.style.operation,
+                            operation=reply.operation,
                         )
                         readers.append(attached.enter_context(live.reader(timeout, deadline)))
                         lives.append(live)

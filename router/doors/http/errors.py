@@ -1,9 +1,9 @@
-"""OpenAI's form of every error, and its HTTP status: the HTTP side of `router.grpc_status`."""
+"""The HTTP status and the form of every error: the HTTP side of `router.grpc_status`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from kvrelay.router.errors import (
     UnknownSession,
 )
 
+_TOO_LONG: Final = "context_length_exceeded"
 CLIENT_GONE: Final = 499
 """The status, in metrics, of a call whose client has left; it is never sent."""
 
@@ -63,7 +64,7 @@ class _Kind:
 
 _KINDS: Mapping[type[Exception], _Kind] = {
     InvalidField: _Kind(400, "invalid_request_error"),
-    ContextTooLong: _Kind(400, "invalid_request_error", code="context_length_exceeded"),
+    ContextTooLong: _Kind(400, "invalid_request_error", code=_TOO_LONG),
     UnknownModel: _Kind(404, "invalid_request_error", code="model_not_found"),
     Unauthenticated: _Kind(401, "authentication_error", code="invalid_api_key"),
     Forbidden: _Kind(403, "permission_error"),
@@ -95,9 +96,19 @@ class ErrorAnswer:
     """The answer to a call that fails."""
 
     status: int
-    body: bytes
-    """A JSON object with the member `error`."""
+    message: str
+    kind: str
+    """The value of OpenAI's `type`."""
+    param: str | None = None
+    """The field at fault, if it is one's."""
+    code: str | None = None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+ErrorForm = Callable[[ErrorAnswer, str], bytes]
+"""A function that returns the JSON body of an error, in a path's form, for the call with an id."""
+MESSAGES_PATH: Final = "/v1/messages"
+"""The path, and the beginning of those, that speak as Anthropic's do."""
 
 
 STATUSES: Final[Mapping[int, str]] = {
@@ -139,7 +150,7 @@ ERROR_SCHEMA: Final[Mapping[str, Any]] = {
 def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
     """Return the answer to a call that ends with this error."""
     if isinstance(error, HttpError):
-        return ErrorAnswer(error.status, _body(str(error), error.kind))
+        return ErrorAnswer(error.status, str(error), error.kind)
     kind, param = _KINDS[type(error)], getattr(error, "field", None)
     headers = [] if kind.may_retry else [(b"x-should-retry", b"false")]
     if isinstance(error, Unauthenticated):
@@ -148,14 +159,52 @@ def answer_to(error: RequestError | Refusal | HttpError) -> ErrorAnswer:
     if after_ms is not None:
         headers.append((b"retry-after", b"%d" % -(-after_ms // 1000)))
         headers.append((b"retry-after-ms", b"%d" % after_ms))
-    return ErrorAnswer(kind.status, _body(str(error), kind.kind, param, kind.code), headers)
+    return ErrorAnswer(kind.status, str(error), kind.kind, param, kind.code, headers)
 
 
 def internal_error() -> ErrorAnswer:
     """Return the answer to a call that this router has failed, without the reason."""
-    return ErrorAnswer(500, _body("the router has failed", "server_error"))
+    return ErrorAnswer(500, "the router has failed", "server_error")
 
 
-def _body(message: str, kind: str, param: str | None = None, code: Any = None) -> bytes:
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return json.dumps({"error": error}).encode()
+def error_form(path: str) -> ErrorForm:
+    """Return the form of the errors of a path."""
+    return _as_anthropic if speaks_as_anthropic(path) else _as_openai
+
+
+def speaks_as_anthropic(path: str) -> bool:
+    """Return whether a path is one of Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def _as_openai(error: ErrorAnswer, _call_id: str) -> bytes:
+    told = {
+        "message": error.message,
+        "type": error.kind,
+        "param": error.param,
+        "code": error.code,
+    }
+    return json.dumps({"error": told}).encode()
+
+
+_ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _as_anthropic(error: ErrorAnswer, call_id: str) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    message = error.message
+    if error.code == _TOO_LONG:  # agents shorten the conversation for these words
+        message = f"prompt is too long: {message}"
+    told = {"type": kind, "message": message}
+    return json.dumps({"type": "error", "error": told, "request_id": call_id or None}).encode()

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from starlette.types import Receive, Scope, Send
 
@@ -14,7 +14,12 @@ from kvrelay.net.allocator import LARGE_BYTES
 from kvrelay.net.door_rules import MethodRule
 from kvrelay.observe.trace_context import HEADER
 from kvrelay.router.doors.http.bodies import CLOSE, Bodies, decode_body, take_rest, too_large
-from kvrelay.router.doors.http.errors import ErrorAnswer, HttpError
+from kvrelay.router.doors.http.errors import (
+    ErrorAnswer,
+    HttpError,
+    error_form,
+    speaks_as_anthropic,
+)
 from kvrelay.router.errors import InvalidField
 
 _MAX_ID_CHARACTERS: Final = 128
@@ -52,11 +57,15 @@ class Exchange:
         """The call's id for its client's logs: the x-request-id that it sent, or a new one."""
         self.body_bytes = 0
         """The body's size, once it was read."""
+        self.wrote_at = 0.0
+        """The time of the last events, on the clock of `time.monotonic`."""
         host, port = scope.get("client") or ("", 0)
         self.connection = f"{host}:{port}"
         """The client's address."""
         self.turn = self.connection
         """The caller in whose turn the call is served, once it is known."""
+        self.error_event: Callable[[ErrorAnswer], bytes] = self._error_event
+        """A function that returns the event that tells an error in mid-stream."""
 
     def headers(self, name: bytes) -> Sequence[str]:
         """Return the values of a header."""
@@ -179,15 +188,23 @@ class Exchange:
     async def _fail(self, error: ErrorAnswer, *, close: bool) -> None:
         if not self.status:
             closing = [CLOSE] if close else []
-            await self.answer(error.body, error.status, [_JSON, *error.headers, *closing])
+            headers = [_JSON, *error.headers, *closing]
+            await self.answer(self._error_body(error), error.status, headers)
             return
-        await self.write(b"event: error\ndata: " + error.body + b"\n\n")
+        await self.write(self.error_event(error))
         await self.end()
+
+    def _error_body(self, error: ErrorAnswer) -> bytes:
+        return error_form(self._scope["path"])(error, self.id)
+
+    def _error_event(self, error: ErrorAnswer) -> bytes:
+        return b"event: error\ndata: " + self._error_body(error) + b"\n\n"
 
     async def write(self, events: bytes) -> None:
         """Send events of a stream, which the first of them begins."""
         if not events:
             return
+        self.wrote_at = time.monotonic()
         if not self.status:
             await self._start(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
@@ -206,6 +223,8 @@ class Exchange:
     async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
         headers = [*headers, (b"x-request-id", self.id.encode())]
+        if speaks_as_anthropic(self._scope["path"]):
+            headers.append((b"request-id", self.id.encode()))
         if CLOSE not in headers and self._has_rest and not await self._take_rest():
             headers.append(CLOSE)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -218,3 +237,53 @@ class Exchange:
         sent = self.headers(b"x-request-id")
         fits = sent and sent[0].isascii() and sent[0].isprintable()
         return sent[0][:_MAX_ID_CHARACTERS] if fits else ""
+
+
+class SilenceBreaker:
+    """A context in which a stream is not silent for longer than so many seconds.
+
+    Before its first token a stream's status is not sent, so that an error can have one of its own.
+    The first silence ends that: the stream begins with what breaks it. Clients and proxies then
+    know that the call is served.
+
+    Args:
+        exchange: the call whose stream it is.
+        seconds: the longest silence; 0: any.
+        sign: the comment, or the event, that breaks it.
+    """
+
+    def __init__(self, exchange: Exchange, seconds: float, sign: bytes) -> None:
+        self._exchange = exchange
+        self._seconds = seconds
+        self._sign = sign
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            self._exchange.wrote_at = time.monotonic()
+            self._timer = self._loop.call_later(self._seconds, self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _listen(self) -> None:
+        """Break the silence if it has lasted, else listen again when it would have.
+
+        A timer for each event would cost more than to write the event.
+        """
+        silent_seconds = time.monotonic() - self._exchange.wrote_at
+        if silent_seconds >= self._seconds:
+            silent_seconds = 0.0
+            if self._writing is None or self._writing.done():
+                self._writing = self._loop.create_task(self._break())
+        self._timer = self._loop.call_later(self._seconds - silent_seconds, self._listen)
+
+    async def _break(self) -> None:
+        """Write the sign. Whatever is written later waits behind it, so nothing cancels it."""
+        if self._timer is not None:
+            await self._exchange.write(self._sign)

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.net.door_rules import HTTP, MethodAccess, MethodRule
 from kvrelay.net.receiving import OpenCalls
-from kvrelay.router.access.auth import HEADER, Refusal, check_access, identify
+from kvrelay.router.access.auth import HEADER, Refusal, bearer, check_access, identify
 from kvrelay.router.access.token_file import Tokens
 from kvrelay.router.admission.admission import Admission
 from kvrelay.router.admission.served_tokenizer import Texts
@@ -32,10 +33,11 @@ from kvrelay.router.admission.session_adoption import SessionAdoption
 from kvrelay.router.callers import ANYBODY, Caller
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.http import openapi
-from kvrelay.router.doors.http.answers import ChatStyle, CompletionStyle
+from kvrelay.router.doors.http.answers import ChatStyle, CompletionStyle, Style
 from kvrelay.router.doors.http.bodies import Bodies, take_rest
 from kvrelay.router.doors.http.chat_tools import Dialect
 from kvrelay.router.doors.http.completion_bodies import (
+    Call,
     check_fits,
     read_chat_completion,
     read_completion,
@@ -44,14 +46,18 @@ from kvrelay.router.doors.http.completion_bodies import (
 from kvrelay.router.doors.http.completions import Completions
 from kvrelay.router.doors.http.errors import (
     CLIENT_GONE,
+    MESSAGES_PATH,
     ErrorAnswer,
     HttpError,
     answer_to,
+    error_form,
     internal_error,
 )
 from kvrelay.router.doors.http.exchange import ClientGone, Exchange
 from kvrelay.router.doors.http.json_body import parse_body, read_body, refusing_depth
+from kvrelay.router.doors.http.left_out import LeftOut
 from kvrelay.router.doors.http.live_page import LivePage
+from kvrelay.router.doors.http.messages.message_calls import COUNT_PATH, MessageCalls
 from kvrelay.router.doors.http.origins import is_loopback, with_hosts, with_origins
 from kvrelay.router.doors.http.protocol import (
     BODIES,
@@ -59,6 +65,9 @@ from kvrelay.router.doors.http.protocol import (
     CompletionRequest,
     SessionRequest,
 )
+from kvrelay.router.doors.http.reply import CompletionReply
+from kvrelay.router.doors.http.responses.response_chat import read_responses
+from kvrelay.router.doors.http.responses.responses_reply import ResponsesReply
 from kvrelay.router.doors.http.tokenizer_calls import Tokenizing
 from kvrelay.router.doors.progress_view import ProgressView
 from kvrelay.router.doors.server_info import ServerInfo
@@ -165,6 +174,9 @@ def _paths(door: _Door) -> Sequence[_Path]:
     return [
         _Path("/v1/completions", "POST", door.completions, either),
         _Path("/v1/chat/completions", "POST", door.chat_completions, either),
+        _Path("/v1/responses", "POST", door.responses, either),
+        _Path(MESSAGES_PATH, "POST", door.messages, either),
+        _Path(COUNT_PATH, "POST", door.count_tokens),
         _Path("/v1/sessions", "POST", door.open_session, link=opened),
         _Path("/v1/sessions", "GET", door.list_sessions),
         _Path("/v1/sessions/{session:path}", "DELETE", door.close_session),
@@ -179,6 +191,7 @@ def _paths(door: _Door) -> Sequence[_Path]:
         _Path(openapi.PATH, "GET", door.openapi),
         _Path("/", "GET", door.page, answers=("text/html",)),
         _Path("/health", "GET", door.health, answers=()),
+        _Path("/ready", "GET", door.health, answers=()),
         _Path("/ping", "GET", door.health, answers=()),
         _Path("/ping", "POST", door.health, answers=()),
     ]
@@ -238,7 +251,7 @@ class _Endpoint:
                     raise TooManyCalls(refusal, self._retry_after_ms)
                 await self._handler(exchange, caller)
         except ClientGone:
-            return ErrorAnswer(CLIENT_GONE, b"")
+            return ErrorAnswer(CLIENT_GONE, "", "")
         except (RequestError, Refusal) as error:
             told = answer_to(error)
         except HttpError as error:
@@ -254,9 +267,15 @@ class _Endpoint:
     def _caller(self, exchange: Exchange) -> Caller:
         if self._tokens is None:
             return ANYBODY.at(exchange.connection)
-        caller = identify(self._tokens(), exchange.headers(HEADER.encode()))
+        caller = identify(self._tokens(), _shown_tokens(exchange))
         check_access(caller, self._rule)
         return caller.at(exchange.connection)
+
+
+def _shown_tokens(exchange: Exchange) -> Sequence[str]:
+    """Return the values of `authorization`, or what they would be for the token in `x-api-key`."""
+    keys = exchange.headers(b"x-api-key")
+    return exchange.headers(HEADER.encode()) or [value for key in keys for _, value in bearer(key)]
 
 
 class _Open:
@@ -292,6 +311,16 @@ class _Door:
             lambda ids: decode(behind.texts.tokenizer, ids, skip_special_tokens=False),
             behind.metrics,
         )
+        self._left_out = LeftOut(behind.metrics)
+        self._messages = MessageCalls(
+            behind.config,
+            behind.fleet,
+            behind.admission,
+            behind.texts,
+            self._dialect,
+            self._completions,
+            self._left_out,
+        )
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/completions: goes on with texts or token ids."""
@@ -299,8 +328,7 @@ class _Door:
         with self._behind.admission.counting("http"), refusing_depth():
             call = read_completion(read_body(CompletionRequest, body), self._behind.texts)
             check_fits(call, caller, self._behind.config.max_live_requests)
-        serving = self._completions.serve(exchange, call, CompletionStyle(), caller)
-        await exchange.unless_gone(serving)
+        await self._serve(exchange, call, CompletionStyle(), caller)
 
     async def chat_completions(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/chat/completions: answers a conversation."""
@@ -308,8 +336,33 @@ class _Door:
         with behind.admission.counting("http"), refusing_depth():
             chat = read_body(ChatCompletionRequest, body)
             call = read_chat_completion(chat, exchange.body_bytes, behind.texts, self._dialect)
-        serving = self._completions.serve(exchange, call, ChatStyle(), caller)
-        await exchange.unless_gone(serving)
+        await self._serve(exchange, call, ChatStyle(), caller)
+
+    async def messages(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/messages: answers a conversation, as Anthropic's API does."""
+        await self._messages.answer(exchange, await self._body(exchange), caller)
+
+    async def count_tokens(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/messages/count_tokens: the number of tokens of such a conversation."""
+        await self._messages.count_tokens(exchange, await self._body(exchange), caller)
+
+    async def _serve(self, exchange: Exchange, call: Call, style: Style, caller: Caller) -> None:
+        """Answer a call in OpenAI's words, under the name by which it asked for the model."""
+        name = call.message.model or self._behind.config.model_name
+        reply = CompletionReply(style, call, name)
+        await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
+
+    async def responses(self, exchange: Exchange, caller: Caller) -> None:
+        """POST /v1/responses: answers items, without a memory of earlier calls."""
+        behind, body = self._behind, await self._body(exchange)
+        with behind.admission.counting("http"), refusing_depth():
+            asked = read_responses(body)
+            call = asked.read(exchange.body_bytes, behind.texts, self._dialect)
+            name = call.message.model or behind.config.model_name
+            reply = ResponsesReply(asked, call.shown, name)
+        self._left_out.note("/v1/responses", asked.left_out)
+        exchange.error_event = reply.error_event
+        await exchange.unless_gone(self._completions.serve(exchange, call, reply, caller))
 
     async def open_session(self, exchange: Exchange, caller: Caller) -> None:
         """POST /v1/sessions: opens a session, as OpenSession does."""
@@ -349,15 +402,17 @@ class _Door:
         await _send(exchange, self._tokenizing.info())
 
     async def models(self, exchange: Exchange, caller: Caller) -> None:
-        """GET /v1/models: the served model."""
-        model = self._model()
+        """GET /v1/models: the served model, under each of its names."""
+        names = self._behind.config.model_names
         asked = exchange.path_parameter("model")
         if asked is None:
-            await _send(exchange, {"object": "list", "data": [model]})
-        elif asked == model["id"]:
-            await _send(exchange, model)
+            listed = {"object": "list", "data": list(map(self._model, names))}
+            ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+            await _send(exchange, {**listed, **ends})
+        elif asked in names:
+            await _send(exchange, self._model(asked))
         else:
-            raise UnknownModel(model["id"], asked[:128])
+            raise UnknownModel(names, asked[:128])
 
     async def version(self, exchange: Exchange, caller: Caller) -> None:
         """GET /version: that of kvrelay."""
@@ -386,24 +441,27 @@ class _Door:
         return openapi.document(operations, has_tokens=self._behind.tokens is not None)
 
     async def health(self, exchange: Exchange) -> None:
-        """GET /health: 200 if requests are served, else 503."""
-        served = self._behind.fleet.ready and not self._behind.admission.closing
+        """GET /health: 200 if requests are served, else 503, as soon as the router drains."""
+        served = self._behind.fleet.ready and not self._behind.admission.draining
         await exchange.answer(b"", 200 if served else 503, headers=())
 
     async def _body(self, exchange: Exchange) -> dict[str, Any]:
         return parse_body(await exchange.body(self._bodies))
 
-    def _model(self) -> dict[str, Any]:
-        """Return OpenAI's description of a model, with vLLM's additions."""
+    def _model(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's description of the model, with vLLM's additions and Anthropic's."""
         config = self._behind.config
         try:
             max_model_len = self._behind.fleet.limits().most_tokens
         except Unavailable:  # before the first worker has come
             max_model_len = None
         return {
-            "id": config.model_name,
+            "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": self._created,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
             "owned_by": "kvrelay",
             "root": str(config.model_path),
             "parent": None,
@@ -439,9 +497,11 @@ async def _refuse(served: Container[str], request: Request, error: Exception) ->
     headers = dict(error.headers or {})
     if not await take_rest(request.scope, request.receive):
         headers["connection"] = "close"
-    return Response(told.body, told.status, headers, media_type="application/json")
+    body = error_form(path)(told, "")
+    return Response(body, told.status, headers, media_type="application/json")
 
 
 async def _fail(request: Request, error: Exception) -> Response:
     told = internal_error()
-    return Response(told.body, told.status, media_type="application/json")
+    body = error_form(request.url.path)(told, "")
+    return Response(body, told.status, media_type="application/json")

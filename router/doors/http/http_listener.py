@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from kvrelay.net.door_rules import HTTP
 from kvrelay.net.tls import TlsFiles, server_context
+from kvrelay.router.doors.http.bodies import CLOSE
 from kvrelay.router.doors.http.http_parser import PlainHttpParser
 
 _log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class _Connection(HttpToolsProtocol):
 def _set_date(state: ServerState) -> None:
     """Let the headers of all answers, from now on, have the time of this second."""
     date = (b"date", formatdate(int(time.time()), usegmt=True).encode())
-    state.default_headers[:] = [date]
+    state.default_headers[:1] = [date]
 
 
 class _UntilClosed:
@@ -236,6 +237,7 @@ class HttpListener:
         """The real port."""
         self._bounds = bounds
         self._state = ServerState()
+        _set_date(self._state)
         self._config = Config(
             app,
             lifespan="off",
@@ -310,6 +312,10 @@ class HttpListener:
 
     def _begun(self, beginning: asyncio.Task[None]) -> None:
         self._beginning.pop(beginning, None)
+
+    def close_after_answers(self) -> None:
+        """Let each answer that begins from now on close its connection, so that clients move."""
+        self._state.default_headers[1:] = [CLOSE]
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop accepting, let calls end for `grace_seconds`, then drop all connections."""

@@ -96,7 +96,7 @@ class OpenObject(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-_Body = TypeVar("_Body", bound=RequestBody)
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 def read_body(model: type[_Body], members: dict[str, Any]) -> _Body:

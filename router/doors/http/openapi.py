@@ -15,6 +15,10 @@ from kvrelay.router.doors.http.errors import ERROR_SCHEMA, STATUSES
 PATH: Final = "/openapi.json"
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
+_SCHEMES: Final = {
+    "token": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,8 @@ def document(operations: Sequence[Operation], *, has_tokens: bool) -> dict[str, 
             schema = shapes[one.path, "validation"]
             told["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
         if has_tokens and one.needs_token:
-            told["security"] = [{"token": []}]
-    schemes = {"token": {"type": "http", "scheme": "bearer"}} if has_tokens else {}
+            told["security"] = [{name: []} for name in _SCHEMES]
+    schemes = _SCHEMES if has_tokens else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrelay", "version": version("kvrelay")},
@@ -110,6 +114,8 @@ def _link(link: OperationLink) -> Mapping[str, Any]:
 
 
 def _of_media(media: str) -> Mapping[str, Any]:
+    if media == EVENTS:  # readers take an event with a name for an object
+        return {"type": ["string", "object"]}
     return {"type": "object" if media == JSON else "string"}
 
 

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.router.doors.http.bodies import CLOSE, take_rest
-from kvrelay.router.doors.http.errors import HttpError, answer_to
+from kvrelay.router.doors.http.errors import HttpError, answer_to, error_form
 
 
 def with_hosts(app: ASGIApp, named: str) -> ASGIApp:
@@ -50,7 +50,10 @@ def with_origins(app: ASGIApp, named: str) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
+        expose_headers=[
+            *("x-request-id", "request-id"),
+            *("retry-after", "retry-after-ms", "x-should-retry"),
+        ],
     )
 
 
@@ -90,10 +93,11 @@ class _OwnPages:
 async def _refuse(scope: Scope, receive: Receive, send: Send, why: str) -> None:
     await take_rest(scope, receive)
     told = answer_to(HttpError(403, "permission_error", why))
-    length = (b"content-length", b"%d" % len(told.body))
+    body = error_form(scope["path"])(told, "")
+    length = (b"content-length", b"%d" % len(body))
     sent = [(b"content-type", b"application/json"), length, CLOSE]
     await send({"type": "http.response.start", "status": told.status, "headers": sent})
-    await send({"type": "http.response.body", "body": told.body})
+    await send({"type": "http.response.body", "body": body})
 
 
 def is_loopback(host: str) -> bool:

@@ -30,12 +30,14 @@ from kvrelay.router.doors.http.field_types import (
     UInt32,
 )
 from kvrelay.router.doors.http.json_body import OpenObject, RequestBody
+from kvrelay.router.doors.http.messages.message_bodies import CountTokensRequest, MessagesRequest
+from kvrelay.router.doors.http.responses.response_bodies import ResponsesRequest
 from kvrelay.text.output_parsers.json_calls import is_json
 from kvrelay.v1 import inference_pb2
 from kvrelay.wire.sampling_limits import LIMITS
 
 MAX_TOOLS: Final = 128
-TOOL_NAME: Final = "[A-Za-z0-9_.-]{1,64}"
+TOOL_NAME: Final = "[A-Za-z0-9_.-]{1,128}"
 """A tool's name, as a regular expression."""
 _OWN_TYPES: Final = ("max_tokens", "logprobs", "prompt_logprobs", "top_k")
 """The parameters of the table that have other names here, or other values."""
@@ -378,6 +380,9 @@ class DetokenizeRequest(RequestBody):
 BODIES: Final[Mapping[str, Any]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/sessions": SessionRequest,
     "/tokenize": TokenizeCompletionRequest | TokenizeChatRequest,
     "/detokenize": DetokenizeRequest,

@@ -93,8 +93,8 @@ class Tokenizing:
         }
 
     def _check_model(self, model: str | None) -> None:
-        if model not in (None, "", self._config.model_name):
-            raise UnknownModel(self._config.model_name, model)
+        if model and model not in self._config.model_names:
+            raise UnknownModel(self._config.model_names, model)
 
 
 def _tokens_answer(

@@ -31,7 +31,7 @@ from kvrelay.v1 import worker_pb2
 
 from ..cluster import Cluster
 from ..scripted_worker import COUNTED, ScriptedWorker, until
-from .client import CHAT, PROMPT, TEMPLATE, events, text_of
+from .client import CHAT, PROMPT, TEMPLATE, counting, events, text_of
 
 
 async def test_a_completion_of_token_ids(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
@@ -201,6 +201,22 @@ async def test_the_model_and_the_small_paths(cluster: Cluster, http: httpx.Async
     missing = await http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, None)
     assert (await http.get("/v1/completions")).status_code == 405
+    assert (await http.head("/")).status_code == 200
+    assert (await http.post("/v1/completions?beta=true", json=PROMPT)).status_code == 200
+
+
+async def test_a_model_of_several_names(http_config: RouterConfig) -> None:
+    async with counting(replace(http_config, model_aliases=("opus", "a/b"))) as (_, http):
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == ["counter", "opus", "a/b"]
+        assert (await http.get("/v1/models/a/b")).json() == listed[2]
+        for asked, told in [(None, "counter"), ("counter", "counter"), ("a/b", "a/b")]:
+            answer = await http.post("/v1/completions", json={**PROMPT, "model": asked})
+            assert answer.json()["model"] == told
+        tokens = await http.post("/tokenize", json={"prompt": "x", "model": "opus"})
+        assert tokens.status_code == 200
+        refused = (await http.post("/v1/completions", json={**PROMPT, "model": "c"})).json()
+        assert "'counter', 'opus', 'a/b'" in refused["error"]["message"]
 
 
 async def test_a_client_that_leaves_ends_its_requests(
@@ -258,6 +274,7 @@ async def test_requests_of_one_call_end_together(cluster: Cluster, http: httpx.A
 async def test_an_error_in_mid_stream_is_an_event(
     cluster: Cluster, http: httpx.AsyncClient
 ) -> None:
+    """vercel/ai#19165, earendil-works/pi#8460, hermes-agent#102766: no silent end."""
     cluster.decode.on_submit = None
     async with http.stream("POST", "/v1/completions", json={**PROMPT, "stream": True}) as answer:
         lines = answer.aiter_lines()
