@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -70,8 +70,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        decoder = tokenizer.decoder
-        described = "" if decoder is None else decoder.__getstate__().decode()
+        decoder: Any = tokenizer.decoder
+        described: str = "" if decoder is None else decoder.__getstate__().decode()
         self._byte_of = _byte_alphabet() if '"ByteLevel"' in described else {}
         added = tokenizer.get_added_tokens_decoder()
         self._added = added.keys()

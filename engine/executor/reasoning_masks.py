@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -82,21 +82,25 @@ class ReasoningMasks:
         It looks at all tokens: few ends are in use, and reasoning seldom has a part of one.
         """
         if not self._tokens:
-            count = self._tokenizer.vocab_size
-            self._tokens = list(map(self._bytes_of, range(count)))
-        wholes = [end.encode() for end in ends]
-        return [
-            token_id
-            for token_id, token in enumerate(self._tokens)
-            if any(token.startswith(rest) and token[len(rest) :].strip() for rest in rests)
-            or any(token.partition(end)[2].strip() for end in wholes)
-        ]
+            self._tokens = list(map(self._bytes_of, range(self._tokenizer.vocab_size)))
+        tokens, begins = self._tokens, tuple(rests)
+        near = [one for one, token in enumerate(tokens) if token.startswith(begins)]
+        found = {one for one in near if _says_more(tokens[one], rests)}
+        for end in map(str.encode, ends):
+            inside = [one for one, token in enumerate(tokens) if end in token]
+            found.update([one for one in inside if tokens[one].partition(end)[2].strip()])
+        return sorted(found)
 
     def _bytes_of(self, token_id: int) -> bytes:
         return self._tokenizer.decode_bytes([token_id])
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.tokenize_str(text, parse_special=True))
+
+
+def _says_more(token: bytes, rests: Iterable[bytes]) -> bool:
+    behind = [token[len(rest) :] for rest in rests if token.startswith(rest)]
+    return any(text.strip() for text in behind)
 
 
 def _reasoning_of(params: GenerationParams) -> Reasoning:

@@ -42,9 +42,8 @@ class StopChecker:
         )
         self._longest = max(map(len, conditions.stop), default=0)
         self._tail = ""
-        reasoning = conditions.reasoning_without_stops
         self._thinking: ReasoningProgress | None = None
-        if reasoning is not None:
+        if (reasoning := conditions.reasoning_without_stops) is not None:
             self._thinking = ReasoningProgress(reasoning, token_texts(tokenizer).bytes_of)
         begin = self._first_that_matters(output_ids)
         if self._thinking is not None:

@@ -245,8 +245,8 @@ class LiveRequests:
 
     def _text_stream(self, request: GenerationRequest) -> TextStream:
         stops = request.params.stops
-        reasoning, thinking = stops.reasoning_without_stops, None
-        if reasoning is not None:
+        thinking: ReasoningProgress | None = None
+        if (reasoning := stops.reasoning_without_stops) is not None:
             thinking = ReasoningProgress(reasoning, token_texts(self._tokenizer).bytes_of)
         return TextStream(
             self._tokenizer,

@@ -106,6 +106,7 @@ def make_cases(
         form, budget = _FORMS.get(number % 8), _BUDGETS.get(number % 8)
         if form is not None:
             del sampling["ignore_eos"]
+            sampling["max_tokens"] += 70
         if budget is not None:
             sampling |= {"thinking_token_budget": budget}
         whole = shared + prompt if number % 4 == 3 else prompt

@@ -141,6 +141,8 @@ def read_chat_completion(
     params = body.sampling_params()
     if body.max_completion_tokens is not None:
         params.max_tokens = body.max_completion_tokens
+    if body.thinking_budget is not None and not params.HasField("thinking_token_budget"):
+        params.thinking_token_budget = body.thinking_budget
     asked_as = dict(_set_structure(body, params, texts))
     tools = read_tools(body, dialect, params, texts.of_tokens)
     if tools.named or tools.required or tools.in_own_format:

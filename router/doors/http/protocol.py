@@ -380,6 +380,7 @@ class ChatCompletionRequest(ChatFields, GenerationFields):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    thinking_budget: UInt32 | None = None
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None

@@ -10,8 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrelay.router.config import ReasoningFormat, RouterConfig, ToolParser
+from kvrelay.v1 import worker_pb2
 
-from .test_tools import ARGUMENTS, ASKED, HERMES, LENGTH, ask, saying, served, streamed, whole
+from ..scripted_worker import RETRACTED, ScriptedWorker, emitted_by
+from .test_tools import ARGUMENTS, ASKED, EOS, HERMES, LENGTH, ask, saying, served, streamed, whole
 
 THINKS = ">{{ enable_thinking }}{{ thinking }}{{ reasoning_effort }}{# <think> #}"
 SAID = "<think>\nHm, hm.\n</think>\n\nYes, I do."
@@ -195,6 +197,7 @@ async def test_what_depends_on_reasoning_says_where_it_ends(
         (THINKS, {}, False, None),
         (THINKS, {"stop": "x"}, True, None),
         (THINKS, {"thinking_token_budget": 0}, True, 0),
+        (THINKS, {"thinking_budget": 7}, True, 7),
         (HERMES, {"stop": "x", "thinking_token_budget": 5}, False, None),
     ]
     for template, extra, says, budget in cases:
@@ -242,3 +245,29 @@ async def test_an_output_that_ends_in_its_reasoning_says_so(
             stream = await ask(client, tools=openai.omit, stream=True)
             last = [chunk.choices[0] async for chunk in stream][-1]
             assert bool((last.model_extra or {}).get("ended_in_reasoning")) is unclosed
+
+
+async def test_a_stream_goes_on_after_any_token(
+    config: RouterConfig, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Reasoning, content and calls are told as if one worker had said all of it."""
+    text = f"<think>\nHm.\n</think>\n\nI look. {WRITTEN}"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+
+    async def say_some(worker: ScriptedWorker, submit: worker_pb2.SubmitRequest) -> None:
+        begin = len(emitted_by(submit))
+        if begin + 3 < len(ids):
+            worker.say(submit, begin, tuple(ids[begin : begin + 3]), end=RETRACTED)
+            return
+        end = worker_pb2.RequestEnd(reason=worker_pb2.RequestEnd.REASON_STOP, matched_token_id=EOS)
+        worker.say(submit, begin, (*ids[begin:], EOS), end=end)
+
+    async with served(config, tmp_path, f"{HERMES}{{# <think> #}}") as (cluster, client):
+        worker = cluster.workers[0]
+        worker.on_submit = saying(text, tokenizer)
+        undisturbed = await streamed(client, stop=["Hm", "look_"])
+        worker.on_submit = say_some
+        assert await streamed(client, stop=["Hm", "look_"]) == undisturbed
+        assert undisturbed[0]["reasoning"] == "Hm."
+        assert len(worker.submits) > len(ids) // 3
+        assert {one.sampling_params.reasoning.ends[0] for one in worker.submits} == {"</think>"}
