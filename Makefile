@@ -91,13 +91,14 @@ $(READY): $(INSTALLED)
 comma := ,
 
 # $(call tests,which): first the tests that can share the machine, three files at a time, then the
-# others. One thread of OpenMP each: more would spin beside the other file's tests. Byte code is kept
-# whatever the environment says: a hundred processes would compile the same sources.
+# others. No percentages: to xdist a file is one test. One thread of OpenMP each: more would spin
+# beside the other file's tests. Byte code is kept whatever the environment says: a hundred processes
+# would compile the same sources.
 # TESTS may name tests of one kind only: that none is left of the other (5) is no failure.
 define tests
 	@shared=0; alone=0; set -x; \
 	export PYTHONDONTWRITEBYTECODE=; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone$(1)" $(TESTS) || shared=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -o console_output_style=classic -m "not alone$(1)" $(TESTS) || shared=$$?; \
 	$(BIN)/python -m pytest -m "alone$(1)" $(TESTS) || alone=$$?; \
 	set +x; case $$shared/$$alone in 0/0|0/5|5/0) ;; *) exit 1 ;; esac
 endef

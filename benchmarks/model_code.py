@@ -1,6 +1,6 @@
 """A layer by transformers' model code beside the same by ours, and the host's part of both.
 
-python -m benchmarks.model_code
+python -m benchmarks.model_code --model-type granite
 
 Two random models of one architecture run the same steps, turn by turn, by both codes. A layer is
 the difference of their least CPU seconds, divided by their difference in layers. The second table
@@ -44,14 +44,17 @@ SECONDS = 0.3
 """The least time that a work is repeated for, of the host."""
 
 
-def make_runners(shape: dict[str, Any], dtype: str, folder: Path) -> list[list[ModelRunner]]:
+def make_runners(
+    model_type: str, shape: dict[str, Any], dtype: str, folder: Path
+) -> list[list[ModelRunner]]:
     """For each code, a runner of each number of layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     for layers in LAYERS:
         torch.manual_seed(0)
-        config = LlamaConfig(**shape, vocab_size=131, num_hidden_layers=layers)
-        LlamaForCausalLM(config).save_pretrained(folder / str(layers))
+        sizes = {**shape, "vocab_size": 131, "num_hidden_layers": layers}
+        config = AutoConfig.for_model(model_type, **sizes, pad_token_id=0, eos_token_id=1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / str(layers))
     return [
         [ModelRunner(folder / str(layers), dtype, "cpu", 1, model_code=code) for layers in LAYERS]
         for code in CODES
@@ -93,21 +96,22 @@ def time_layers(runners: Sequence[Sequence[ModelRunner]], batch: ForwardBatch) -
 
 
 @click.command(context_settings={"show_default": True})
+@click.option("--model-type", default="llama", help="A kind of transformers that both compute.")
 @click.option("--dtype", default="bfloat16", help="bfloat16 or float32.")
 @click.option("--tokens", default="1,8,256", help="New tokens of a step, comma-separated.")
-def main(dtype: str, tokens: str) -> None:
+def main(model_type: str, dtype: str, tokens: str) -> None:
     """Print what a layer costs by both codes."""
     counts = [int(count) for count in tokens.split(",")]
     header = ["tokens", *(f"{code}, us" for code in CODES), "ratio"]
     for name, shape in (("SmolLM2's size", SMOLLM2), ("hidden 64: the host's work", SMALL)):
         lines = []
         with tempfile.TemporaryDirectory() as folder:
-            runners = make_runners(shape, dtype, Path(folder))
+            runners = make_runners(model_type, shape, dtype, Path(folder))
             for count in counts:
                 ours, theirs = time_layers(runners, make_batch(count))
                 ratio = f"{theirs / ours:.2f}"
                 lines.append([str(count), f"{ours * 1e6:.0f}", f"{theirs * 1e6:.0f}", ratio])
-        print(f"\na layer in {dtype}, {name}\n" + table(header, lines))
+        print(f"\na layer of {model_type} in {dtype}, {name}\n" + table(header, lines))
 
 
 if __name__ == "__main__":

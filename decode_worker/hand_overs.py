@@ -75,7 +75,7 @@ class HandOvers:
     def _process(self, request: HandedOverRequest, message: FromPrefill) -> None:
         match message:
             case Ask():
-                request.hand_over.on_ask()
+                request.hand_over.on_ask(message)
                 request.enter(Phase.ASKED)
             case Done():
                 self._histories.answer(request, message)

@@ -1,8 +1,9 @@
-"""The pages of sessions that are lent to prefill workers for their turns: a hand-over in reverse.
+"""The pages of prompts that are lent to the prefill workers that lack them: a hand-over in reverse.
 
-They are the pages that the session keeps, or those that the prefix index still has of a session
-that has ended. A prefill worker reads them between the grant and its first announcement. The turn's
-lease holds them all that time, and its stream is the lease on them.
+They are the pages that a turn's session keeps, or those that the prefix index has of any prompt. So
+a conversation's last answer is found without a session, too. A prefill worker reads them between
+the grant and its first announcement. The request's lease holds them all that time, and its stream
+is the lease on them.
 """
 
 from __future__ import annotations
@@ -91,13 +92,15 @@ class LentHistories:
     def of(self, request: HandedOverRequest) -> History | None:
         """Find what a request that is granted now can be lent. Returns `None` if there is nothing.
 
-        That is so if an earlier attempt has ended while it might have been read, or while this
-        worker cannot be read yet.
+        That is so if the prefill worker had as much when it asked. It is so, too, if an earlier
+        attempt has ended while it might have been read, or while this worker cannot be read yet.
         """
         held, probe = request.held, self._probes.get(request.peer)
-        pages = held.kv_committed_len // held.page_size
-        is_lent = request.session is not None and pages > 0 and _name(request) not in self._unread
-        if not is_lent or probe is None or not probe.lent_tokens_per_second:
+        pages = min(held.kv_committed_len, request.reusable_len) // held.page_size
+        is_lacking = pages > request.hand_over.known_tokens // held.page_size
+        if not is_lacking or _name(request) in self._unread:
+            return None
+        if probe is None or not probe.lent_tokens_per_second:
             return None
         self._be_readable()
         if self._description is None:

@@ -20,7 +20,7 @@ class Phase(StrEnum):
     PREFILLING = "prefilling"
     """The request has memory where its prompt is computed, and its first chunk is next."""
     BORROWING = "borrowing"
-    """A session's pages were lent (decode side), or their read was ordered (prefill side)."""
+    """Pages of a prompt were lent (decode side), or their read was ordered (prefill side)."""
     LENDING = "lending"
     """Pages of the prefill side's host were announced there, or are to be read from there."""
     ANNOUNCED = "announced"

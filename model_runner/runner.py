@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -126,7 +126,7 @@ class ModelRunner:
         path = Path(model_path)
         self.config = read_model(path, model_code)
         if isinstance(self.config, TransformersConfig):
-            _refuse_native_options(batch_invariant, kv_dtype)
+            refuse_native_options(batch_invariant, kv_dtype)
         self.dtype = parse_dtype(dtype)
         self.device = parse_device(device)
         if batch_invariant:
@@ -517,20 +517,12 @@ class ModelRunner:
         """The sizes of graphs; raises `UnsupportedOptionError` where there can be no graphs."""
         if options is None:
             return None
-        if isinstance(self.config, TransformersConfig):
-            lack = "not for transformers' model code (--model-code)"
+        schemes, backend = self._expert_schemes, self._moe_backend
+        lack = graphs_lack(self.config, schemes, backend, self.dtype, self.device)
+        if lack is not None:
             do_without_graphs(lack, required=options.required)
             return None
-        for scheme in self._expert_schemes:
-            wait = experts_wait(self._moe_backend, scheme, self.dtype, self.device)
-            if wait is None:
-                continue
-            do_without_graphs(f"not for these experts: {wait}", required=options.required)
-            return None
-        # Kernels of graphs do not know sequences that are shorter than what they bring.
-        windows = [window for window in self.config.pool_windows if window is not None]
-        most_each = min(options.most_each, self.max_model_len, *windows)
-        return GraphRoom(options.sizes, self.max_model_len, options.required, most_each)
+        return make_graph_room(self.config, options)
 
     def _refuse_experts(self) -> None:
         if isinstance(self.config, ModelConfig):
@@ -572,13 +564,44 @@ def read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfi
         return read_transformers_config(folder)
 
 
-def _refuse_native_options(batch_invariant: bool, kv_dtype: KVDtype) -> None:
-    """Refuse options that transformers' model code does not have."""
+def refuse_native_options(batch_invariant: bool, kv_dtype: KVDtype) -> None:
+    """Refuse options that transformers' model code does not have: `UnsupportedOptionError`."""
     code = "transformers' model code (--model-code)"
     if batch_invariant:
         raise UnsupportedOptionError(f"--batch-invariant is not for {code}")
     if kv_dtype is KVDtype.FP8_E4M3:
         raise UnsupportedOptionError(f"--kv-dtype {kv_dtype} is not for {code}")
+
+
+def graphs_lack(
+    config: ModelConfig | TransformersConfig,
+    schemes: Iterable[Fp8Weights | None],
+    backend: MoEBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """The reason why steps of a model are no CUDA graphs, whatever its attention; None: they are.
+
+    Args:
+        config: the model.
+        schemes: the schemes in FP8 that its experts have.
+        backend: what computes its experts.
+        dtype: the model's.
+        device: the model's.
+    """
+    if isinstance(config, TransformersConfig):
+        return "not for transformers' model code (--model-code)"
+    waits = (experts_wait(backend, scheme, dtype, device) for scheme in schemes)
+    wait = next(filter(None, waits), None)
+    return None if wait is None else f"not for these experts: {wait}"
+
+
+def make_graph_room(config: ModelConfig | TransformersConfig, options: GraphOptions) -> GraphRoom:
+    """Make the limits of the graphs of a model."""
+    # Kernels of graphs do not know sequences that are shorter than what they bring.
+    windows = [pool.window for pool in config.pool_layers if pool.window is not None]
+    most_each = min(options.most_each, config.max_model_len, *windows)
+    return GraphRoom(options.sizes, config.max_model_len, options.required, most_each)
 
 
 def _is_our_mistake(error: Exception) -> bool:

@@ -67,6 +67,7 @@ class OpenCalls:
         rule: the method's rule.
         make_room: called when there are too many; may end one soon. None: one more is refused.
         hang_up: ends all calls of a caller soon, which is a connection; None: nobody's are ended.
+            Whoever has less than half of its bound is spared.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class OpenCalls:
         self._make_room()
         if self._hang_up is not None:
             greedy, number = max(self._open.items(), key=itemgetter(1))
-            if number > self._open[caller] + 1:
+            least = of_a_caller // 2 if of_a_caller is not None else 0
+            if number > self._open[caller] + 1 and number >= least:
                 self._hang_up(greedy)
         # The one that ends is still counted: a few more may come meanwhile.
         return "" if self._num_open < 2 * most else _TOO_MANY

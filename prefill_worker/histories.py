@@ -1,7 +1,8 @@
 """The reads of prompts' pages that decode workers keep, a hand-over in reverse.
 
-A turn's session lies on its decode worker, or the rest of it in the prefix index there. The decode
-worker lends it with the grant, and keeps it untouched while the stream lives.
+A turn's session lies on its decode worker, and the last answer of every conversation in the prefix
+index there. The decode worker lends it with the grant, and keeps it untouched while the stream
+lives.
 
 Here the request has memory for its whole prompt before anything is read. It is computed once the
 decode worker has confirmed the pages. Until then nothing of it is announced, published or sampled.

@@ -128,11 +128,16 @@ class PromptQueue:
             if self._waits.must_wait(request, request.reusable_len, leaders):
                 continue
             asked[request.decode_incarnation] += 1
-            send(self._context, request, request.hand_over.ask())
+            send(self._context, request, request.hand_over.ask(self._count_known(request)))
             # What a lower tier has of it comes while the decode worker looks for room.
             self._loads.must_wait(request, request.reusable_len)
             request.enter(Phase.ASKED)
             leaders.append(request)
+
+    def _count_known(self, request: PrefillRequest) -> int:
+        """Count the tokens at a prompt's beginning that its decode worker need not lend."""
+        known = request.input_ids[: request.reusable_len]
+        return self._context.kv_cache.count_cached(known, request.namespace)
 
     def _will_publish(self, request: PrefillRequest) -> bool:
         """Whether a request has asked for its grant, and has not published all of its input."""

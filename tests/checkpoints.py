@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -30,6 +32,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    YoutuConfig,
+    YoutuForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -50,6 +54,14 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
@@ -89,16 +101,20 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "deepseek": (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        {**_LATENTS, "first_k_dense_replace": 3},
+    ),
+    "glm4-lite": (
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "first_k_dense_replace": 3,
+            **_LATENTS,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
+    "youtu": (YoutuConfig, YoutuForCausalLM, _LATENTS),
     "qwen3-moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import os
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
 
 from kvrelay.deploy.nodes.models import resolve_model, users_models
 from kvrelay.deploy.options.environment import set_process_variables
 from kvrelay.deploy.options.serve_options import DEFAULT_MODEL
+from kvrelay.text import grammar_checker
+from tests import collected_in_turn
 from tests.pairwise import mark_what_pairs_leave_out
 
 set_process_variables()  # whichever test imports Ray first
@@ -29,6 +28,7 @@ WITH_RAY = frozenset(
         "cluster/test_leases.py",
         "cluster/test_locked_cluster.py",
         "cluster/test_model_copy.py",
+        "cluster/test_serve_command.py",
         "cluster/test_scale.py",
     }
 )
@@ -50,8 +50,14 @@ CLUSTER_PART = 0.8
 """Of all other files; among these those of clusters are spread, as their tests wait most of the
 time: the tests beside them had better compute."""
 
+BUSY_SECONDS = 120.0
+
 # Here, because pytest asks for the profile before it reads the tests.
 settings.register_profile("nightly", max_examples=6_000)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(collected_in_turn)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -63,35 +69,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """What collecting makes stays: to look for garbage in it took a third of the time.
 
     Nor do the tests look through it later, when each of them leaves garbage of its own.
     """
     gc.disable()
     try:
-        import_beginning_elsewhere(session.config)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
-
-
-def import_beginning_elsewhere(config: pytest.Config) -> None:
-    """Import all tests if all are to be run, each worker of xdist from another file on.
-
-    Where no byte code is kept yet, pytest's rewriting of assertions takes longer than everything
-    else. So workers find of each other what they would all make at the same moment.
-    """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw")[2:]
-    if not worker or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    paths = sorted(TESTS.rglob("test_*.py"))
-    begin = len(paths) * int(worker) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    for path in paths[begin:] + paths[:begin]:
-        name = ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
-        with suppress(Exception, pytest.skip.Exception):  # collecting says what is wrong
-            importlib.import_module(name)
 
 
 def pytest_unconfigure() -> None:
@@ -119,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places[item.path])
 
 
-class OneRay(LoadFileScheduling):
+class OneRay(collected_in_turn.FilesInTurn):
     """One worker of pytest's has all files that need a Ray, which takes long to start."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -130,6 +118,19 @@ class OneRay(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)  # pytest may run without xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRay | None:
     return OneRay(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def time_on_a_busy_machine() -> Iterator[None]:
+    """Let HTTP clients wait longer for an answer, and routers for a grammar's check.
+
+    Tests beside may have the processor for seconds. A test may still set a time of its own.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for client in (httpx.Client, httpx.AsyncClient):
+            patch.setitem(client.__init__.__kwdefaults__, "timeout", BUSY_SECONDS)
+        patch.setattr(grammar_checker, "_CHECK_SECONDS", BUSY_SECONDS)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
 
     async def until(self, holds: Callable[[Collector], object]) -> None:
         """Returns once that holds of what has come."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds(self):
                 await asyncio.sleep(0.02)
 

@@ -37,6 +37,9 @@ class Open:
 class Ask:
     """Ask for memory: the request is next to run, so its whole prompt is to be reserved."""
 
+    known_tokens: int = 0
+    """Tokens at the prompt's beginning that the prefill side has: it would not read them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
@@ -58,7 +61,7 @@ class PageRun:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """KV of a session's turn that the decode side has, and that the prefill side may read."""
+    """KV of a prompt that the decode side has, and that the prefill side may read."""
 
     runs: tuple[PageRun, ...]
     """Whole pages whose KV has settled, from the prompt's first page on; one run for each pool."""

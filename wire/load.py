@@ -75,9 +75,9 @@ class PeerTransport:
     read_bytes_per_second: float = 0.0
     """Speed of reads from the peer, in pieces of the pool's real size."""
     write_bytes_per_second: float = 0.0
-    """Speed of writes to the peer: the peer's reads of sessions go this way."""
+    """Speed of writes to the peer: what it reads of this worker's KV goes this way."""
     lent_tokens_per_second: float = 0.0
-    """Speed at which the peer reads tokens of sessions from here; 0: none are lent."""
+    """Speed at which the peer reads tokens of prompts from here; 0: none are lent."""
     refusal: str = ""
     """Why nothing is read from the peer; empty if it is read from."""
     host_bytes_per_second: float = 0.0

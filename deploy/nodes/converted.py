@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 MANIFEST: Final = "kvrelay-manifest.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """The version of the converter's output; raise it when that changes, to rebuild old folders."""
 
 Convert = Callable[[Path, Path, str], None]

@@ -24,6 +24,7 @@ PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "controller-metrics": ("docs/metrics.md", metrics.controller_metrics),
     "door-rules": ("docs/security.md", doors.door_rules),
     "grpc-api": ("docs/grpc-api.md", grpc_api.markdown),
+    "model-modes": ("docs/models.md", models.modes),
     "options": ("docs/configuration.md", option_table.markdown),
     "refused-models": ("docs/models.md", models.refused),
     "router-metrics": ("docs/metrics.md", metrics.router_metrics),

@@ -7,26 +7,40 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
+from docs.tools import model_modes
 from kvrelay.model_runner.checkpoint.architectures import ARCHITECTURES
 
 RESULTS: Final = Path(__file__).resolve().parents[1] / "models.json"
 _ATTENTION: Final = {"kernels": "our kernels", "gathered": "plain torch"}
+_EXPERTS: Final = {"": "none", "own": "ours", "theirs": "transformers'"}
+_HEADER: Final = ("kind", "architecture", "`auto` takes", "pools")
+_BY_TRANSFORMERS: Final = ("attention", "experts")
 
 
 def served() -> str:
     """The kinds that are served."""
-    lines = ["| kind | architecture | `auto` takes | pools | attention by transformers' code |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    native = set(ARCHITECTURES)
+    header = (*_HEADER, *(f"{one} by transformers' code" for one in _BY_TRANSFORMERS))
+    rows: list[tuple[str, ...]] = [header, ("---",) * len(header)]
     for row in _rows():
         if row["refusal"]:
             continue
-        code = "native" if row["architecture"] in native else "transformers"
-        pools, attention = ", ".join(row["pools"]), _ATTENTION[row["attention"]]
-        lines.append(
-            f"| {row['kind']} | `{row['architecture']}` | {code} | {pools} | {attention} |"
+        code = "native" if row["architecture"] in ARCHITECTURES else "transformers"
+        rows.append(
+            (
+                row["kind"],
+                f"`{row['architecture']}`",
+                code,
+                ", ".join(row["pools"]),
+                _ATTENTION[row["attention"]],
+                _EXPERTS[row["experts"]],
+            )
         )
-    return "\n".join(lines)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def modes() -> str:
+    """The modes of the architectures that our code computes."""
+    return model_modes.table({row["kind"]: row["architecture"] for row in _rows()})
 
 
 def refused() -> str:

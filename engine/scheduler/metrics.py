@@ -113,7 +113,7 @@ SESSION_TURNS: Final = METRICS.counter(
 )
 HISTORY_READS: Final = METRICS.counter(
     "kvrelay_history_reads_total",
-    "Sessions that decode workers have lent to this prefill worker for a turn, by outcome: read "
+    "Beginnings of prompts that decode workers have lent to this prefill worker, by outcome: read "
     "and found right (valid), computed because it has them, or is expected to compute them sooner "
     "(not_needed), or failed",
     "outcome",

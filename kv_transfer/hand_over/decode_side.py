@@ -9,6 +9,7 @@ from kvrelay.kv_transfer.hand_over.announced_pages import AnnouncedPages
 from kvrelay.kv_transfer.hand_over.states import DECODE_STEPS, DecodeState, next_state
 from kvrelay.wire.hand_over import (
     Announce,
+    Ask,
     Done,
     FirstToken,
     Grant,
@@ -47,6 +48,8 @@ class DecodeHandOver:
         wrong."""
         self.first_tokens: tuple[FirstToken, ...] = ()
         """The first token of each output; empty until the last announcement."""
+        self.known_tokens = 0
+        """The tokens at the prompt's beginning that the prefill side has."""
         self.num_compared = 0
         """The number of pages whose checksums were sent to the prefill side."""
         self._choices = choices
@@ -65,9 +68,10 @@ class DecodeHandOver:
         """The pages that were read, or will be."""
         return self._announced.places
 
-    def on_ask(self) -> None:
+    def on_ask(self, message: Ask) -> None:
         """Note that the prefill side is ready for this request."""
         self._step("ask")
+        self.known_tokens = message.known_tokens
 
     @property
     def is_held(self) -> bool:

@@ -59,10 +59,14 @@ class PrefillHandOver:
         """Whether the decode side has all that it needs to go on, except the verdict."""
         return self.state in (PrefillState.ANNOUNCED, PrefillState.VERIFYING)
 
-    def ask(self) -> Ask:
-        """Make the message that asks for the decode side's grant."""
+    def ask(self, known_tokens: int = 0) -> Ask:
+        """Make the message that asks for the decode side's grant.
+
+        Args:
+            known_tokens: see `Ask`.
+        """
         self._step("ask")
-        return Ask()
+        return Ask(known_tokens)
 
     def on_held(self) -> None:
         """Note that the decode side lets the request wait for another one, and grants it later."""

@@ -20,8 +20,9 @@ announced untouched exactly while the stream lives.
     VERIFYING                                               (only if there are sums)
     RELEASED   --- Released(valid) ------------>  VALID     (may be activated)
 
-The history is the decode side's part of a session's turn (`docs/architecture/sessions.md`). The
-grant lends it, and the hand-over goes the other way first, with the same messages.
+The history is what the decode side has of a prompt and the prefill side lacks: of a session, or in
+its prefix index (`docs/architecture/sessions.md`). The grant lends it, and the hand-over goes the
+other way first, with the same messages.
 
 `Held` comes only if the grant has to wait for the prefix of another request, `Begun` only if
 nothing was announced before.

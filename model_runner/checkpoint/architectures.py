@@ -62,6 +62,8 @@ class ExpertOptions:
     """The fields that say which layers have experts; without one all have."""
     has_shared: bool = False
     """Whether there are shared experts: `n_shared_experts`."""
+    shared_size_field: str | None = None
+    """The field of the inner size of one shared expert; None: `has_shared` tells."""
     has_groups: bool = False
     """Whether a choice may be by groups, and results are scaled: `routed_scaling_factor`."""
     methods: tuple[str, ...] = ("greedy",)
@@ -90,6 +92,8 @@ class DecoderOptions:
     has_qk_norm: Flag = True
     """Whether there are the norms of `qk_norm`."""
     has_sinks: bool = False
+    has_multipliers: bool = False
+    """Scores, embeddings, results and logits have factors in config.json (Granite)."""
     has_query_scalar: bool = False
     """Scores are scaled by `query_pre_attn_scalar`, not by `head_dim`."""
     may_rotate_partially: bool = False
@@ -99,6 +103,8 @@ class DecoderOptions:
     windows: WindowRule = WindowRule.NONE
     activation_field: str = "hidden_act"
     activation: Activation = Activation.SILU
+    has_pre_norms: bool = True
+    """The inputs of attention and feed-forward are normalized."""
     has_post_norms: bool = False
     """The results of attention and feed-forward are normalized too."""
     adds_unit_offset: bool = False
@@ -151,6 +157,15 @@ _DEEPSEEK_V3 = DecoderOptions(
         "routed_scaling_factor": 2.5,
         "eos_token_id": 1,
     },
+)
+_OLMO2 = DecoderOptions(
+    model_types=("olmo2",),
+    qkv_bias=_BIAS,
+    output_bias=_BIAS,
+    qk_norm=QKNorm.ALL_HEADS,
+    has_pre_norms=False,
+    has_post_norms=True,
+    defaults={"eos_token_id": 50_279},
 )
 _GEMMA2 = DecoderOptions(
     model_types=("gemma2",),
@@ -215,6 +230,55 @@ ARCHITECTURES: Final[Mapping[str, DecoderOptions]] = {
             normalizes=ByConfig("norm_topk_prob"),
         ),
         defaults={"num_key_value_heads": 4},
+    ),
+    "Qwen2MoeForCausalLM": replace(
+        _QWEN2,
+        model_types=("qwen2_moe",),
+        qkv_bias=ByConfig("qkv_bias", default=True),
+        windows=WindowRule.NONE,
+        experts=ExpertOptions(
+            ExpertScores.SOFTMAX,
+            count_fields=("num_experts", "num_local_experts"),
+            layer_fields=("decoder_sparse_step", "mlp_only_layers"),
+            shared_size_field="shared_expert_intermediate_size",
+            normalizes=ByConfig("norm_topk_prob"),
+            tensors=ExpertTensors(shared="shared_expert", shared_gate="shared_expert_gate"),
+        ),
+        defaults={"num_key_value_heads": 16},
+    ),
+    "MixtralForCausalLM": DecoderOptions(
+        model_types=("mixtral",),
+        windows=WindowRule.ALL,
+        experts=ExpertOptions(
+            ExpertScores.SOFTMAX,
+            count_fields=("num_local_experts", "num_experts"),
+            inner_size_field="intermediate_size",
+            normalizes=True,
+            tensors=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        ),
+        defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0, "eos_token_id": 2},
+    ),
+    "GraniteForCausalLM": DecoderOptions(
+        model_types=("granite",),
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        mlp_bias=ByConfig("mlp_bias"),
+        has_multipliers=True,
+        defaults={"eos_token_id": 2},
+    ),
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        model_types=("olmo3",),
+        windows=WindowRule.PATTERN,
+        has_ropes_by_type=True,
+        defaults={
+            **_OLMO2.defaults,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "rope_theta": 500_000.0,
+            "rope_local_base_freq": 500_000.0,
+        },
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(

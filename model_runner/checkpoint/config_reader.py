@@ -49,9 +49,14 @@ def read_config(folder: Path) -> ModelConfig:
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         max_model_len=max_model_len,
         eos_token_ids=read_eos_token_ids(config, folder, vocab_size),
+        pre_norms=options.has_pre_norms,
         post_norms=options.has_post_norms,
         add_unit_offset=options.adds_unit_offset,
-        embedding_scale=hidden_size**0.5 if options.scales_embeddings else 1.0,
+        embedding_scale=hidden_size**0.5
+        if options.scales_embeddings
+        else _multiplier(config, options, "embedding_multiplier"),
+        residual_multiplier=_multiplier(config, options, "residual_multiplier"),
+        logits_scaling=_multiplier(config, options, "logits_scaling"),
         final_logit_softcapping=_softcap(config, options, "final_logit_softcapping"),
         quantization=read_quantization(config),
     )
@@ -73,11 +78,14 @@ def _read_gqa(config: ConfigFile, options: DecoderOptions) -> GQAConfig:
     num_heads, num_kv_heads = _head_counts(config)
     head_dim = _head_dim(config, num_heads)
     scalar = config.number("query_pre_attn_scalar") if options.has_query_scalar else head_dim
+    scale = scalar**-0.5
+    if options.has_multipliers:
+        scale = _multiplier(config, options, "attention_multiplier")
     return GQAConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        scale=scalar**-0.5,
+        scale=scale,
         softcap=_softcap(config, options, "attn_logit_softcapping"),
         qkv_bias=has(options.qkv_bias, config),
         output_bias=has(options.output_bias, config),
@@ -85,6 +93,14 @@ def _read_gqa(config: ConfigFile, options: DecoderOptions) -> GQAConfig:
         partial_rotary_dim=_partial_rotary_dim(config, options, head_dim),
         has_sinks=options.has_sinks,
     )
+
+
+def _multiplier(config: ConfigFile, options: DecoderOptions, field: str) -> float:
+    if options.has_multipliers:
+        return config.number(field, 1.0)
+    if config.number(field, 1.0) != 1:
+        raise config.error(field, "other than 1 is not supported in this architecture")
+    return 1.0
 
 
 def _softcap(config: ConfigFile, options: DecoderOptions, field: str) -> float | None:

@@ -98,9 +98,7 @@ def _read_moe(config: ConfigFile, options: ExpertOptions) -> MoEConfig:
         n_routed_experts=count,
         num_experts_per_tok=per_token,
         moe_intermediate_size=inner_size,
-        shared_intermediate_size=inner_size * config.size("n_shared_experts")
-        if options.has_shared
-        else 0,
+        shared_intermediate_size=_shared_size(config, options, inner_size),
         n_group=groups,
         topk_group=topk_group,
         routed_scaling_factor=config.number("routed_scaling_factor") if options.has_groups else 1.0,
@@ -109,6 +107,12 @@ def _read_moe(config: ConfigFile, options: ExpertOptions) -> MoEConfig:
         tensors=options.tensors,
         clamped=_read_clamp(config) if options.clamps else None,
     )
+
+
+def _shared_size(config: ConfigFile, options: ExpertOptions, inner_size: int) -> int:
+    if options.shared_size_field is not None:
+        return config.size(options.shared_size_field)
+    return inner_size * config.size("n_shared_experts") if options.has_shared else 0
 
 
 def _read_clamp(config: ConfigFile) -> ClampedSilu:

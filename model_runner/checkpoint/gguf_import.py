@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from kvrelay.model_runner.checkpoint.gguf_fields import ROPE_FACTORS, complete_config
 from kvrelay.model_runner.errors import CheckpointError, DependencyError
 from kvrelay.model_runner.torch_options import parse_dtype
 
@@ -108,6 +109,7 @@ def _read(
     try:
         # What `from_pretrained(gguf_file=...)` does, which insists on accelerate for no need here.
         config = AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+        _complete(gguf_path, config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         read = load_gguf_checkpoint(
@@ -116,10 +118,13 @@ def _read(
         _, unexpected = model.load_state_dict(read["tensors"], strict=False, assign=True)
         model.tie_weights()
         tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    except CheckpointError:
+        raise
     # The readers raise whatever their parsing meets: index, key, value errors and more.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{gguf_path}: not readable as GGUF: {reason}") from error
+    _refuse_left_over(gguf_path, model, read["tensors"])
     absent = [name for name, weight in model.named_parameters() if weight.is_meta]
     if absent or unexpected:
         raise CheckpointError(
@@ -127,3 +132,37 @@ def _read(
             f" missing {absent}, unexpected {unexpected}"
         )
     return model, tokenizer
+
+
+def _complete(gguf_path: Path, config: Any) -> None:
+    """Give `config` what transformers' reader leaves out; `CheckpointError`: it has no place."""
+    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CheckpointError(f"{gguf_path}: {kind} is no causal language model")
+    known = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(kind.removesuffix("_text"), {})
+    metadata, _ = read_gguf_metadata(str(gguf_path))
+    factors = [one.data for one in _stored(gguf_path) if one.name == ROPE_FACTORS]
+    complete_config(gguf_path, metadata, known, factors[0] if factors else None, config)
+
+
+def _refuse_left_over(gguf_path: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a file with tensors that transformers' reader has not taken."""
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+
+    stored = [one for one in _stored(gguf_path) if one.name != ROPE_FACTORS]
+    if sum(int(one.n_elements) for one in stored) == sum(one.numel() for one in tensors.values()):
+        return
+    taken = get_gguf_hf_weights_map(model, TensorProcessor())
+    left = [one.name for one in stored if one.name not in taken and "_exps." not in one.name]
+    raise CheckpointError(f"{gguf_path}: transformers' reader of GGUF leaves out {left}")
+
+
+def _stored(gguf_path: Path) -> list[Any]:
+    """The tensors of a file, which is parsed once."""
+    import gguf
+
+    return list(gguf.GGUFReader(str(gguf_path)).tensors)

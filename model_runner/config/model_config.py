@@ -171,6 +171,10 @@ class ExpertTensors:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
+    """The expert of all tokens."""
+    shared_gate: str | None = None
+    """The product that weighs its result by a sigmoid; None: it counts whole."""
     stacked: bool = False
     """All experts are one tensor, inputs before outputs, in which gate and up alternate."""
 
@@ -232,12 +236,18 @@ class ModelConfig:
     """The most tokens of a sequence, prompt and output: `max_position_embeddings`."""
     eos_token_ids: tuple[int, ...]
     """The end-of-sequence tokens, ascending, of generation_config.json or else config.json."""
+    pre_norms: bool = True
+    """The inputs of attention and feed-forward are normalized."""
     post_norms: bool = False
     """The results of attention and feed-forward are normalized too before they are added."""
     add_unit_offset: bool = False
     """Norm weights are stored less one, and applied in float32 (Gemma)."""
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it."""
+    residual_multiplier: float = 1.0
+    """The results of attention and feed-forward are multiplied by it before they are added."""
+    logits_scaling: float = 1.0
+    """Logits are divided by it."""
     final_logit_softcapping: float | None = None
     """Logits become ``softcap * tanh(logit / softcap)``."""
     quantization: Quantization | None = field(default=None, repr=False)

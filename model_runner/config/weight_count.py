@@ -20,7 +20,7 @@ def count_weights(config: ModelConfig) -> int:
     attention = (
         _count_mla(heads, hidden) if isinstance(heads, MLAConfig) else _count_gqa(heads, hidden)
     )
-    norms = (4 if config.post_norms else 2) * hidden
+    norms = 2 * (config.pre_norms + config.post_norms) * hidden
     dense = _count_gated(hidden, config.intermediate_size, has_bias=config.mlp_bias)
     return (
         tables
@@ -70,4 +70,5 @@ def _count_experts(experts: MoEConfig, hidden: int) -> int:
     count, names = experts.n_routed_experts, experts.tensors
     of_scores = (experts.scores is ExpertScores.SIGMOID) + (names.router_bias is not None)
     one = _count_gated(hidden, experts.moe_intermediate_size, has_bias=names.stacked)
-    return count * (hidden + of_scores + one) + 3 * hidden * experts.shared_intermediate_size
+    shared = 3 * hidden * experts.shared_intermediate_size
+    return count * (hidden + of_scores + one) + shared + hidden * (names.shared_gate is not None)

@@ -55,9 +55,9 @@ class DecoderLayer:
         self.rope = config.layers[index].rope
         after = f"{prefix}.post_attention_layernorm"
         before = f"{prefix}.pre_feedforward_layernorm" if config.post_norms else after
-        self._input_norm = loader.norm(f"{prefix}.input_layernorm", config.hidden_size)
+        self._input_norm = loader.pre_norm(f"{prefix}.input_layernorm")
         self._attention = make_self_attention(loader, f"{prefix}.self_attn", after)
-        self._inner_norm = loader.norm(before, config.hidden_size)
+        self._inner_norm = loader.pre_norm(before)
         self._feed_forward = make_feed_forward(
             loader,
             config.layers[index].moe,
@@ -158,5 +158,7 @@ class Decoder:
     def _logits(self, hidden: Hidden) -> torch.Tensor:
         normed, _ = self._norm.add(hidden)
         logits = self._head(normed).to(torch.float32)
+        if self._config.logits_scaling != 1:
+            logits = logits / self._config.logits_scaling
         most = self._config.final_logit_softcapping
         return logits if most is None else self._elementwise.softcap(logits, most)

@@ -59,15 +59,28 @@ class DenseFeedForward:
 
 
 class SharedExpert:
-    """A small feed-forward beside the routed experts, which every token goes to."""
+    """A small feed-forward beside the routed experts, which every token goes to.
 
-    def __init__(self, loader: WeightLoader, prefix: str, inner: int) -> None:
+    Some weigh its result by a sigmoid of one product.
+    """
+
+    def __init__(self, loader: WeightLoader, experts: MoEConfig, block: str) -> None:
+        hidden, inner = loader.config.hidden_size, experts.shared_intermediate_size
+        prefix, weigh = f"{block}.{experts.tensors.shared}", experts.tensors.shared_gate
         self._gate = GatedLinear(loader, prefix, inner)
-        self._down = loader.linear(prefix, {"down_proj": loader.config.hidden_size}, inner)
+        self._down = loader.linear(prefix, {"down_proj": hidden}, inner)
+        self._elementwise = loader.elementwise
+        self._weigh = None
+        if weigh is not None:
+            weight = loader.checkpoint.take(f"{block}.{weigh}.weight", (1, hidden), torch.float32)
+            self._weigh = loader.linears.make(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden_size]`` to ``[T, hidden_size]``."""
-        return self._down(self._gate(x))
+        made = self._down(self._gate(x))
+        if self._weigh is None:
+            return made
+        return made * self._elementwise.sigmoid(self._weigh(x.to(torch.float32))).to(made.dtype)
 
 
 class MoEFeedForward:
@@ -86,8 +99,9 @@ class MoEFeedForward:
             experts.n_routed_experts,
             experts.clamped or loader.config.activation,
         )
-        inner = experts.shared_intermediate_size
-        self._shared = SharedExpert(loader, f"{block}.shared_experts", inner) if inner else None
+        self._shared = None
+        if experts.shared_intermediate_size:
+            self._shared = SharedExpert(loader, experts, block)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
         """``residual`` and the feed-forward of `x`, all ``[T, hidden_size]``."""

@@ -17,7 +17,7 @@ from kvrelay.model_runner.layers.experts.expert_factory import ExpertFactory
 from kvrelay.model_runner.layers.fp8_weight import FP8, Fp8Weight
 from kvrelay.model_runner.layers.hidden import Hidden
 from kvrelay.model_runner.layers.linear import Linear, LinearFactory
-from kvrelay.model_runner.layers.norm import Norm
+from kvrelay.model_runner.layers.norm import NoNorm, Norm
 
 
 class OutputProjection(Protocol):
@@ -69,6 +69,20 @@ class NormedOutputProjection:
         return Hidden(residual + self._norm(self._linear(x)))
 
 
+class ScaledOutputProjection:
+    """An `OutputProjection` whose product is multiplied by a number before it is added."""
+
+    def __init__(self, linear: Linear, multiplier: float, defers: bool) -> None:
+        self._linear = linear
+        self._multiplier = multiplier
+        self._defers = defers
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Hidden:
+        """``residual [T, hidden_size]`` and the multiplied product of ``x [T, in]``."""
+        product = self._linear(x) * self._multiplier
+        return Hidden(residual, product) if self._defers else Hidden(residual + product)
+
+
 class WeightLoader:
     """A loader of tensors by name; methods raise `CheckpointError` as `Checkpoint.take` does."""
 
@@ -91,6 +105,10 @@ class WeightLoader:
         """The norm `name`; `eps` is the model's unless given."""
         eps = self.config.rms_norm_eps if eps is None else eps
         return Norm(self.elementwise, self.norm_weight(name, size), eps)
+
+    def pre_norm(self, name: str) -> Norm | NoNorm:
+        """The norm `name` of what a half of a layer reads, if the model has any."""
+        return self.norm(name, self.config.hidden_size) if self.config.pre_norms else NoNorm()
 
     def norm_weight(self, name: str, size: int) -> NormWeight:
         """The weight ``[size]`` of the norm `name`."""
@@ -156,7 +174,11 @@ class WeightLoader:
         hidden_size = self.config.hidden_size
         linear = self.linear(prefix, {name: hidden_size}, inputs, has_bias)
         after = self.norm(norm, hidden_size) if self.config.post_norms else None
-        if self.elementwise.adds_in_norms:
+        multiplier, defers = self.config.residual_multiplier, self.elementwise.adds_in_norms
+        if multiplier != 1:
+            assert after is None, "no architecture has both"
+            return ScaledOutputProjection(linear, multiplier, defers)
+        if defers:
             return DeferringOutputProjection(linear, after)
         if after is None:
             return PlainOutputProjection(linear)

@@ -28,6 +28,16 @@ class Norm:
         return self._elementwise.add_rms_norm(hidden.addend, hidden.residual, weight, eps)
 
 
+class NoNorm:
+    """The place of a `Norm` where an architecture has none."""
+
+    def add(self, hidden: Hidden) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of `hidden`, ``[T, N]``, twice; do not use `hidden` afterwards."""
+        addend = hidden.addend
+        total = hidden.residual if addend is None else hidden.residual + addend
+        return total, total
+
+
 class HeadNorm:
     """Root mean square normalization for each head of queries and keys."""
 

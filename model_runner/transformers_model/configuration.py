@@ -121,6 +121,8 @@ def model_class(config: Any, architecture: str) -> Any:
     for one in classes:
         if one is not None and one.__name__ == architecture:
             return one
+    if config.get_text_config(decoder=True) is not config:
+        raise ModelCodeError("it takes more than text, and its decoder is not served alone")
     raise ModelCodeError(f"{type(config).__name__} has no causal language model of that name")
 
 

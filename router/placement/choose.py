@@ -31,7 +31,7 @@ from kvrelay.pacing.chunk_size import NO_TARGETS, LatencyTargets
 from kvrelay.router.placement.chosen import Chosen, Reason, Shortage
 from kvrelay.router.placement.deadlines import DeadlineCheck
 from kvrelay.router.placement.demand import Demand
-from kvrelay.router.placement.local_prompts import Side, decide
+from kvrelay.router.placement.local_prompts import Side, decide, expect_lent
 from kvrelay.router.placement.order import WorkerOrder
 from kvrelay.router.placement.ranking import Candidate, Repeatable
 from kvrelay.router.placement.ready_workers import ReadyWorkers
@@ -124,20 +124,38 @@ class Placer:
     def _choose_computing(self, prefill: Candidate, decode: Candidate, demand: Demand) -> Chosen:
         """Choose the worker of a pair that computes the prompt."""
         by_prefill, by_decode = partial(Chosen, decode, prefill), partial(Chosen, decode, None)
+        lendable, per_second = self._lendable(prefill, decode, demand)
         if not self._rules.decodes_alone:
-            return by_prefill(Reason.MODE)
+            if not per_second:
+                return by_prefill(Reason.MODE)
+            there = self._side(WorkerRole.PREFILL, prefill, demand).lent(lendable, per_second)
+            return by_prefill(Reason.MODE, expect_lent(demand.input_tokens, there))
         if demand.computed_by:
             return by_prefill(Reason.SOONER)
         if (suspect := demand.suspect_of(prefill, decode)) is not None:
             return (by_decode if suspect is WorkerRole.PREFILL else by_prefill)(Reason.SUSPECT)
         there = self._side(WorkerRole.PREFILL, prefill, demand)
         here = self._side(WorkerRole.DECODE, decode, demand)
-        if WorkerRole.PREFILL not in demand.in_full_on:
-            kept = demand.kept_on(decode.incarnation)
-            there = there.lent(kept, prefill.incarnation, decode.load.peers)
+        if per_second:
+            there = there.lent(lendable, per_second)
         decision = decide(demand.input_tokens, there, here, self._rules.targets)
         chosen = by_decode if decision.by_decode else by_prefill
         return chosen(decision.reason, decision.lent_tokens)
+
+    def _lendable(self, prefill: Candidate, decode: Candidate, demand: Demand) -> tuple[int, float]:
+        """The tokens of the prompt that a decode worker has and a prefill worker has not.
+
+        Returns:
+            Their number from the prompt's start on, and how many of them the prefill worker reads
+            in a second; 0: it is lent none.
+        """
+        if WorkerRole.PREFILL in demand.in_full_on:
+            return 0, 0.0
+        here = max(demand.kept_on(decode.incarnation), self._workers.hit_tokens(decode, demand))
+        if here <= self._workers.hit_tokens(prefill, demand):
+            return 0, 0.0
+        mine = (peer for peer in decode.load.peers if peer.incarnation == prefill.incarnation)
+        return here, next((peer.lent_tokens_per_second for peer in mine), 0.0)
 
     def _side(self, role: WorkerRole, one: Candidate, demand: Demand) -> Side:
         cached = self._workers.hit_tokens(one, demand.to_compute_on(role))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +15,6 @@ from kvrelay.pacing.chunk_size import (
 )
 from kvrelay.router.placement.chosen import Reason
 from kvrelay.router.placement.estimate import ExpectedPrompts, most_tokens_ahead
-from kvrelay.wire.load import PeerTransport
 from kvrelay.wire.speeds import NO_WORK, StepSpeeds, StepWork
 
 _HAND_OVER_WORTH: Final = 1.25
@@ -38,7 +36,7 @@ class Side:
     num_requests: int = 0
     """The requests that it has, running or waiting."""
     lent_tokens: int = 0
-    """Tokens of the prompt that it may read from the other worker, whose session has them."""
+    """Tokens of the prompt that it may read from the other worker, which has them."""
     lent_seconds: float = 0.0
     """Expected seconds to read them."""
 
@@ -59,19 +57,10 @@ class Side:
         in_flight = min(max(unwaiting, 0.0), 2 * chunk_tokens)
         return in_flight - min(in_flight, chunk_tokens) / 2
 
-    def lent(self, tokens: int, borrower: str, peers: Iterable[PeerTransport]) -> Side:
-        """The side, with tokens that it may read from a worker; unchanged where nobody lends.
-
-        Args:
-            tokens: the tokens of the prompt that the other worker's session has.
-            borrower: this side's incarnation.
-            peers: the other worker's peers.
-        """
-        speeds = {one.incarnation: one.lent_tokens_per_second for one in peers} if tokens else {}
-        speed = speeds.get(borrower, 0.0)
-        if not speed:
-            return self
-        return replace(self, lent_tokens=tokens, lent_seconds=(tokens - self.cached_tokens) / speed)
+    def lent(self, tokens: int, tokens_per_second: float) -> Side:
+        """The side, with tokens of the prompt that it may read from the other worker so fast."""
+        seconds = (tokens - self.cached_tokens) / tokens_per_second
+        return replace(self, lent_tokens=tokens, lent_seconds=seconds)
 
     def own_tokens(self, tokens: int) -> int:
         """The tokens that it would have to compute of an input of `tokens`."""
@@ -115,13 +104,7 @@ def decide(
     if not (there_speeds.prompts_known and here_speeds.rows_known):
         fewer = decode.backlog_tokens < prefill.backlog_tokens
         return Decision(is_idle or fewer, Reason.IDLE if is_idle else Reason.UNKNOWN)
-    there = _seconds(tokens, prefill, there_speeds)
-    lent_tokens = 0
-    if prefill.lent_tokens > prefill.cached_tokens:
-        borrower = replace(prefill, cached_tokens=prefill.lent_tokens)
-        seconds = prefill.lent_seconds + _seconds(tokens, borrower, there_speeds)
-        if seconds < there:
-            prefill, there, lent_tokens = borrower, seconds, prefill.lent_tokens
+    prefill, there, lent_tokens = _read_if_sooner(tokens, prefill, there_speeds)
     if is_idle:
         by_decode = _seconds(tokens, decode, here_speeds) <= _HAND_OVER_WORTH * there
         if by_decode:
@@ -130,6 +113,28 @@ def decide(
     here = _seconds_beside(tokens, decode, here_speeds, targets)
     here += decode.num_requests * _delay(tokens, prefill, there_speeds, decode, here_speeds)
     return Decision(here < there, Reason.SOONER, 0 if here < there else lent_tokens)
+
+
+def expect_lent(tokens: int, prefill: Side) -> int:
+    """The tokens of a prompt that a prefill worker has or will read, as in a `Decision`."""
+    speeds = prefill.queue.load.speeds
+    return _read_if_sooner(tokens, prefill, speeds)[2] if speeds.prompts_known else 0
+
+
+def _read_if_sooner(tokens: int, prefill: Side, speeds: StepSpeeds) -> tuple[Side, float, int]:
+    """Expect a prefill worker to read what it may be lent, if that is faster than computing it.
+
+    Returns:
+        The side, with what is read as cached; the seconds until its first token; and the lent
+        tokens, 0 if nothing is read.
+    """
+    there = _seconds(tokens, prefill, speeds)
+    if prefill.lent_tokens > prefill.cached_tokens:
+        borrower = replace(prefill, cached_tokens=prefill.lent_tokens)
+        seconds = prefill.lent_seconds + _seconds(tokens, borrower, speeds)
+        if seconds < there:
+            return borrower, seconds, prefill.lent_tokens
+    return prefill, there, 0
 
 
 def _delay(

@@ -55,7 +55,7 @@ async def played(monkeypatch: pytest.MonkeyPatch, way: Way, load: Load = LOAD) -
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             result = await one_round(rpc.InferenceServiceStub(channel), load, way, 1)
             # The server hears a little later that a client has left a stream.
-            await asyncio.wait_for(service.idle.wait(), 10)
+            await asyncio.wait_for(service.idle.wait(), 60)
     finally:
         await server.stop(None)
     assert (result.computed_tokens, result.history_reads) == (50, 1)

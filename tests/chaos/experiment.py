@@ -235,7 +235,7 @@ async def _drain(chaos: ChaosCluster, name: str) -> None:
 async def _is_used(info: WorkerInfo) -> list[str]:
     """Wait for a request on a restarted worker: its peers still knew its predecessor."""
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not any(
                 one.name == "kvrelay_releases_total"
                 and one.labels["outcome"] in ("handed_over", "finished")

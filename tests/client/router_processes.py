@@ -59,7 +59,7 @@ async def _start(model: Path, discovery: Discovery, key: Path) -> RouterProcess:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(to_line(discovery))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         said = (await process.stdout.readline()).decode().split()
     return RouterProcess(said[0], process)
 

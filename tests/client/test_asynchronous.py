@@ -96,7 +96,7 @@ async def test_closing_ends_calls_whatever_they_wait_for(
         await client.close()
         for attempt in (ended, call(client), client.abort("x")):
             with pytest.raises(CallFailed) as caught:
-                await asyncio.wait_for(attempt, 10)
+                await asyncio.wait_for(attempt, 60)
             assert caught.value.status is grpc.StatusCode.CANCELLED
         assert client._balancer._routers[router.address].calls == 0
 
@@ -114,7 +114,7 @@ async def test_other_calls_tell_that_a_router_is_well() -> None:
     )
     with serving(router) as servers:
         async with AsyncClient(servers) as client:
-            await client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=10)
+            await client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=60)
             assert client._balancer._routers[router.address].failures == 0
 
 
@@ -123,5 +123,5 @@ async def test_a_deadline_is_the_calls_too() -> None:
     with serving(router) as servers:
         async with AsyncClient(servers) as client:
             with pytest.raises(CallFailed, match="DEADLINE_EXCEEDED"):
-                await client.answer("x", timeout_seconds=0.3)
+                await client.answer("x", timeout_seconds=1.5)
         assert await in_time(router.cancelled)

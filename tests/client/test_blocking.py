@@ -39,7 +39,7 @@ def test_an_answer_is_collected() -> None:
 def test_a_broken_stream_goes_on_at_another_router_where_it_broke() -> None:
     first = ScriptedRouter([unavailable(*deltas(0, 3), retry_after_ms=60_000)])
     with serving(first) as one, Client(one) as client:
-        stream = client.generate("x", timeout_seconds=5)
+        stream = client.generate("x", timeout_seconds=60)
         with pytest.raises(CallFailed, match="gone"):
             list(stream)
     first = ScriptedRouter([unavailable(*deltas(0, 3))])
@@ -112,9 +112,9 @@ def test_a_deadline_is_the_calls_too() -> None:
     router = ScriptedRouter([Script(deltas(0, 1), hangs=True)])
     with serving(router) as servers, Client(servers) as client:
         with pytest.raises(CallFailed) as caught:
-            client.answer("x", timeout_seconds=0.3)
+            client.answer("x", timeout_seconds=1.5)
         assert caught.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert router.cancelled.wait(10)
+        assert router.cancelled.wait(60)
 
 
 def test_a_stream_that_is_left_ends_its_call() -> None:
@@ -122,7 +122,7 @@ def test_a_stream_that_is_left_ends_its_call() -> None:
     with serving(router) as servers, Client(servers) as client:
         with client.generate("x") as stream:
             assert next(stream).delta.text == WORDS[0]
-        assert router.cancelled.wait(10)
+        assert router.cancelled.wait(60)
         assert list(stream) == []
 
 
@@ -147,7 +147,7 @@ def test_other_calls_are_tried_again_elsewhere() -> None:
     broken, good = ScriptedRouter([unavailable(retry_after_ms=60_000)]), ScriptedRouter([Script()])
     with serving(broken, good) as servers, Client(servers) as client:
         for _ in range(3):
-            info = client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=10)
+            info = client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=60)
             assert info.model == good.address
 
 
@@ -156,7 +156,7 @@ def test_other_calls_tell_that_a_router_is_well() -> None:
         [unavailable(retry_after_ms=1), unavailable(retry_after_ms=1), Script()]
     )
     with serving(router) as servers, Client(servers) as client:
-        client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=10)
+        client.call("GetModelInfo", pb.GetModelInfoRequest(), timeout_seconds=60)
         assert client._balancer._routers[router.address].failures == 0
 
 
@@ -175,7 +175,7 @@ def test_closing_ends_calls_whatever_they_wait_for(
     with serving(router) as servers, ThreadPoolExecutor(1) as pool:
         client = Client(servers)
         ended = pool.submit(call, client)
-        assert router.called.wait(10)
+        assert router.called.wait(60)
         time.sleep(0.2)  # for the retry's wait to begin
         client.close()
         for attempt in (ended.result, partial(call, client), partial(client.abort, "x")):
@@ -194,7 +194,7 @@ def test_a_request_is_aborted_wherever_it_is() -> None:
     with serving(ScriptedRouter()) as gone:
         pass
     with Client(gone) as client, pytest.raises(CallFailed, match="UNAVAILABLE"):
-        client.abort("x", timeout_seconds=10)
+        client.abort("x", timeout_seconds=60)
 
 
 def test_threads_share_a_client() -> None:

@@ -116,7 +116,7 @@ async def test_stop_token_ends_it(cluster, place):
 
 
 async def test_outputs_at_the_edges_of_pages(cluster):
-    """kvrelay has pages of 16 tokens here: NVIDIA/TensorRT-LLM#4392."""
+    """Pages have 16 tokens here: TT#4392."""
 
     async def ask(length: int, max_tokens: int) -> list[list[int]]:
         tokens: list[list[int]] = [[], []]

@@ -1,14 +1,16 @@
-"""Long turns of sessions on real workers: a prefill worker reads the history by NIXL."""
+"""Long turns on real workers: a prefill worker reads what the decode worker has of them by NIXL."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvrelay.kv_transfer.verify_pages import VerifyPages
 from kvrelay.router.config import PlacementMode
 from tests.cluster.in_process import in_process
+from tests.cluster.reference import Reference
 from tests.cluster.running import Cluster, running
 from tests.cluster.test_sessions import FIRST, Chat, some_tokens, talk_at_once
 from tests.pairwise import few
@@ -39,6 +41,20 @@ async def test_long_turns_read_the_history_and_have_the_same_tokens(
         assert await history_reads(cluster, "valid") >= 1
         assert await history_reads(cluster, "failed") == 0
         await chat.close()
+        await cluster.assert_at_baseline()
+
+
+async def test_turns_without_a_session_read_the_last_answer(tiny: Path) -> None:
+    reference, tokens = Reference(tiny), list[int]()
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    async with in_process(tiny, chunk_tokens=32, kv_memory=8 << 20) as cluster:
+        for number in range(5):
+            prompt = [*tokens, *some_tokens(number, 60)]
+            output = (await cluster.generate(prompt, **greedy)).tokens
+            reference.assert_greedy([prompt], [output], 60)
+            tokens = [*prompt, *output]
+        assert await history_reads(cluster, "valid") >= 1
+        assert await history_reads(cluster, "failed") == 0
         await cluster.assert_at_baseline()
 
 

@@ -20,7 +20,6 @@ import pytest
 from benchmarks.idle_cpu import cluster_pids, cpu_fraction
 from tests.cluster.listening import is_loopback, listening
 
-pytestmark = pytest.mark.alone  # it measures what an idle cluster computes
 KVRELAY = (sys.executable, "-m", "kvrelay.deploy")
 ANYWHERE = "127.0.0.1:0"
 RAYS_USUAL_PORTS = {44217, 44227, 52365}
@@ -100,7 +99,7 @@ def test_serve_generate_status_and_ctrl_c(
 
     pids = cluster_pids(serve.pid)
     assert len(pids) == 3, "the command, a prefill and a decode worker"
-    # A neighbour on the machine can make one look dear; what polls is dear at every look.
+    # What runs beside can make one look dear; what polls is dear at every look.
     looks = (cpu_fraction(pids, IDLE_SECONDS) for _ in range(IDLE_LOOKS))
     assert any(fraction < IDLE_LIMIT for fraction in looks)
 

@@ -157,7 +157,7 @@ async def first_tokens(call: Any) -> None:
 
 
 async def until_idle(chat: Chat) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await chat.state()).running:
             await asyncio.sleep(0.01)
 

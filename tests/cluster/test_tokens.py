@@ -144,6 +144,9 @@ TINY = [
     ("mistral-window", 1, 1, 16),
     ("gemma3", 2, 2, 4),
     ("deepseek", 1, 1, 16),
+    ("qwen3-moe", 1, 1, 16),
+    ("gpt-oss", 2, 2, 4),
+    ("glm4-lite", 1, 1, 16),
 ]
 QUICK = [
     ("mistral", 2, 2, 16),

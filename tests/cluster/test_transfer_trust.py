@@ -34,7 +34,7 @@ async def say(cluster: InProcess) -> list[int]:
 
 async def peers(cluster: InProcess) -> list[Any]:
     """What the router knows of the workers' peers, once it knows one."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if met := [peer for worker in await cluster.status() for peer in worker.load.peers]:
                 return met

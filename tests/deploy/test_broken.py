@@ -19,7 +19,7 @@ from kvrelay.deploy.controller.records.key_value_store import InProcessStore, Ke
 from kvrelay.deploy.nodes.ray_places import PlacementPlan
 from tests.pairwise import few
 
-SECONDS = 20
+SECONDS = 60
 
 
 class BreakingStore(InProcessStore):

@@ -133,7 +133,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_again_ends(server: ChatServer
         terminal.read_until(lambda: "VERY LONG" in terminal.text)
         terminal.process.send_signal(signal.SIGINT)
         terminal.read_until(lambda: "(stopped)\n>" in terminal.text)
-        assert server.left.wait(10)
+        assert server.left.wait(60)
         terminal.type("refuse\n")
         terminal.read_until(lambda: "HTTP_400" in terminal.text)
         terminal.type("hi\n")

@@ -61,7 +61,7 @@ async def test_nobody_waits_for_a_worker_that_fails_to_start_again_and_again(
     make_world: Callable[[], World], tmp_path: Path, failures: int, is_awaited: bool
 ):
     world = make_world()
-    async with asyncio.timeout(20), make_cluster(tmp_path, InProcessStore()) as cluster:
+    async with asyncio.timeout(60), make_cluster(tmp_path, InProcessStore()) as cluster:
         before, actor = cluster.workers["decode-0"], world.actors["decode-0"]
         actor.failing_starts = failures
         actor.kill()
@@ -85,7 +85,7 @@ async def test_a_message_that_does_not_come_ends_the_call(
     make_world()
     plan = PlacementPlan(namespace="kvrelay/t")
     spec = ControllerSpec("t", (), plan, 30, advertised={"": "127.0.0.1"})
-    async with asyncio.timeout(20), AsyncExitStack() as undo:
+    async with asyncio.timeout(60), AsyncExitStack() as undo:
         cluster = await undo.enter_async_context(make_cluster(tmp_path, InProcessStore()))
         address, _ = await _serve(undo, spec, cluster)
         channel = await undo.enter_async_context(grpc.aio.insecure_channel(address))

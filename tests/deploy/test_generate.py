@@ -164,7 +164,7 @@ def test_a_timeout_ends_the_call_here_and_there(kvrelay: Kvrelay, service: Scrip
     assert result.exit_code == 1
     assert result.stdout == " Paris\n"
     assert "DEADLINE_EXCEEDED" in result.stderr
-    assert service.cancelled.wait(5)
+    assert service.cancelled.wait(60)
 
 
 def test_a_prompts_logprobs_are_numbered_over_several_deltas(
@@ -311,7 +311,7 @@ def test_a_signal_in_a_destructor_aborts_the_request(
     service.events, service.hang = DELTAS[:1], True
     result = kvrelay("generate", "x")
     assert (result.exit_code, result.stderr) == (130, "aborted\n")
-    assert service.cancelled.wait(10)
+    assert service.cancelled.wait(60)
 
 
 def test_ctrl_c_aborts_the_request(service: ScriptedService, server: str):
@@ -322,6 +322,6 @@ def test_ctrl_c_aborts_the_request(service: ScriptedService, server: str):
         assert process.stderr is not None
         assert process.stdout.read(len(" Paris")) == b" Paris"  # at once, not at the end
         process.send_signal(signal.SIGINT)
-        assert service.cancelled.wait(10)
-        assert process.wait(10) == 130
+        assert service.cancelled.wait(60)
+        assert process.wait(60) == 130
         assert process.stderr.read() == b"aborted\n"

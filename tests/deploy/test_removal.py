@@ -83,7 +83,7 @@ def cluster_of_two(model: Path) -> Cluster:
 async def test_nothing_is_kept_of_a_worker_that_has_left_but_its_name(
     ray: ScriptedRay, tmp_path: Path
 ):
-    async with asyncio.timeout(20), cluster_of_two(tmp_path) as cluster:
+    async with asyncio.timeout(60), cluster_of_two(tmp_path) as cluster:
         for count in (3, 1, 2, 1):
             steps = [step async for step in cluster.scale({D: count})]
             assert steps[-1].phase in (ScalePhase.READY, ScalePhase.LEFT)
@@ -97,7 +97,7 @@ async def test_the_place_of_a_worker_that_did_not_start_is_given_back(
     ray: ScriptedRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ScriptedActor, "refuses", "decode-2")
-    async with asyncio.timeout(20), cluster_of_two(tmp_path) as cluster:
+    async with asyncio.timeout(60), cluster_of_two(tmp_path) as cluster:
         with pytest.raises(ClusterError, match=r"^decode-2 did not start: .*not in the mood"):
             await cluster.workforce.add("decode-2", D)
         assert ray.room == 1
@@ -133,7 +133,7 @@ async def test_a_removal_that_goes_on_is_not_said_to_have_failed(
         replace(CONFIG, name=f"decode-{number}", model_path=tmp_path, worker_timeout=0.5)
         for number in range(2)
     ]
-    async with asyncio.timeout(20), Cluster(configs, plan=PLAN) as cluster:
+    async with asyncio.timeout(60), Cluster(configs, plan=PLAN) as cluster:
         step = await anext(cluster.drain("decode-1", remove=True))
         assert step.phase is DrainPhase.DRAINING, "its lease runs out, and it is removed"
         assert list(cluster.workforce.staying) == ["decode-0"]

@@ -82,7 +82,7 @@ async def test_a_router_says_that_it_is_not_ready_while_the_controller_is_away(t
         )
     )
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (listens := re.search(r"listening on (\S+)", said.getvalue())):
                 await asyncio.sleep(0.01)
             async with grpc.aio.insecure_channel(listens[1]) as channel:

@@ -230,4 +230,4 @@ def test_the_second_signal_does_not_wait(number: signal.Signals):
         os.kill(process.pid, number)
         assert process.stdout.readline() == b"stopping\n"
         os.kill(process.pid, number)
-        assert process.wait(10) == 128 + number
+        assert process.wait(60) == 128 + number

@@ -1,4 +1,4 @@
-"""Sessions in a simulation: their histories, as a router keeps them, and their turns."""
+"""Conversations in a simulation: their histories, as a router or a client keeps them, and turns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ UNBOUNDED = 1 << 20
 
 @dataclass(eq=False)
 class Conversation:
-    """A session: what is said in it, and who generated the last turn."""
+    """A session, or ordinary requests: what is said, and who generated the last turn."""
 
     simulation: Simulation
     name: str
     most_kept_tokens: int = UNBOUNDED
     owner: str = ""
+    is_session: bool = True
     tokens: list[int] = field(default_factory=list)
     turn: SimRequest | None = None
     worker: SimWorker | None = None
@@ -39,7 +40,8 @@ class Conversation:
         self.take()
         assert self.turn is None, "a turn runs"
         prompt = [*self.tokens[:rewind_to], *new]
-        session = KeptSession(self.name, self.most_kept_tokens, self.owner)
+        kept = KeptSession(self.name, self.most_kept_tokens, self.owner)
+        session = kept if self.is_session else None
         self.turn = self.simulation.submit(
             prompt, max_tokens, session=session, place=place, **options
         )

@@ -210,5 +210,6 @@ def test_drafts_up_to_the_end_of_the_reasoning_and_behind_it(grammars: Grammars)
             alone = output_of(YES, reasoning, 3)
             alone.token_ids += draft[:count]
             other = masks.begin([Scheduled(None, alone, 1, sample=True)], [()]).wait().get(0)
+            assert not isinstance(other, GrammarError)
             whole = np.full_like(found[count], -1) if other is None else other[0]
             assert np.array_equal(whole, found[count]), (drafted, count)

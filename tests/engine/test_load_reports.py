@@ -231,7 +231,7 @@ async def test_a_workers_streams_are_paced() -> None:
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
     port = bind(server, "127.0.0.1:0", None)
     await server.start()
-    async with worker_channel(f"127.0.0.1:{port}", None) as channel, asyncio.timeout(10):
+    async with worker_channel(f"127.0.0.1:{port}", None) as channel, asyncio.timeout(60):
         call: grpc.aio.StreamStreamCall[Any, Any] = worker_pb2_grpc.WorkerServiceStub(
             channel
         ).Attach()

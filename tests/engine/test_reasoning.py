@@ -101,7 +101,7 @@ def text_of(model: Path, output: Sequence[int]) -> str:
 def is_of_form(text: str, form: StructuredOutput) -> bool:
     if form.json_schema is not None:
         value: Any = json.loads(text)
-        return value.keys() <= {"a"}
+        return bool(value.keys() <= {"a"})
     if form.choice:
         return text in form.choice
     return text[3] == "/" and text[4:].isdecimal()

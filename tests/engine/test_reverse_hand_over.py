@@ -1,4 +1,7 @@
-"""A long turn of a session: a prefill worker reads the history from the decode worker first."""
+"""A long turn of a conversation: a prefill worker reads what the decode worker has of it first.
+
+The decode worker has a session's pages, or those of the last answer in its prefix index.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,19 @@ OUTPUT = 17
 PAGES_KEPT = (len(FIRST) + OUTPUT - 1) // 4
 
 
-def begun(**options: Any) -> tuple[Simulation, Conversation, SimWorker, SimWorker]:
-    """A pair, and a session whose first turn has ended."""
+def begun(
+    *, is_session: bool = True, **options: Any
+) -> tuple[Simulation, Conversation, SimWorker, SimWorker]:
+    """A pair, and a conversation whose first turn has ended."""
     simulation = one_pair(5, **{"pages": 100, **options})
-    prefill, decode = simulation.prefills[0], simulation.decodes[0]
-    session = Conversation(simulation, "s")
-    talk(session, FIRST, OUTPUT, place=(prefill, decode))
-    return simulation, session, prefill, decode
+    pair = prefill, decode = simulation.prefills[0], simulation.decodes[0]
+    if not is_session:  # the first turn that finds something makes the decode worker readable
+        earlier = Conversation(simulation, "earlier", is_session=False)
+        for _ in range(2):
+            talk(earlier, [7] * 9, 6, place=pair)
+    conversation = Conversation(simulation, "s", is_session=is_session)
+    talk(conversation, FIRST, OUTPUT, place=pair)
+    return simulation, conversation, prefill, decode
 
 
 def say(session: Conversation) -> SimRequest:
@@ -77,8 +86,9 @@ def withhold(simulation: Simulation, kind: type) -> Callable[[], None]:
     return go_on
 
 
-def test_only_the_delta_is_computed() -> None:
-    simulation, session, prefill, decode = begun()
+@pytest.mark.parametrize("is_session", [True, False], ids=["session", "ordinary"])
+def test_only_the_delta_is_computed(*, is_session: bool) -> None:
+    simulation, session, prefill, decode = begun(is_session=is_session)
     computed, history = computed_tokens(prefill), len(session.tokens)
     talk(session, DELTA, 6, place=(prefill, decode))
     own = len(FIRST) // 4
@@ -121,18 +131,18 @@ def test_while_it_is_read_the_decode_worker_serves_and_the_prefill_worker_holds_
 
 @pytest.mark.parametrize("phase", [PrefillState.ASKED, PrefillState.LOADING, PrefillState.LOADED])
 @pytest.mark.parametrize("how", ["stream", "prefill", "decode", "read"])
-@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "of the index"])
+@pytest.mark.parametrize("lender", ["session", "ended session", "ordinary"])
 def test_a_hand_over_that_breaks_while_it_is_reversed(
-    phase: PrefillState, how: str, *, is_kept: bool
+    phase: PrefillState, how: str, lender: str
 ) -> None:
     """The client has the same tokens, the session stays, and every page comes back.
 
-    So it is where the session has ended, and the prefix index has what is lent.
+    So it is where the session has ended, or there was none: the prefix index has what is lent.
     """
-    simulation, session, prefill, decode = begun()
+    simulation, session, prefill, decode = begun(is_session=lender != "ordinary")
     turn = say(session)
     decode.turn()
-    assert is_kept or decode.context.session_turns.evict_oldest()
+    assert lender != "ended session" or decode.context.session_turns.evict_oldest()
     step_until(simulation, lambda: state(turn) is phase)
     if how == "stream":
         simulation.break_stream()
@@ -367,3 +377,57 @@ def test_long_turns_of_many_sessions_in_too_little_memory(seed: int) -> None:
         assert request.output == reference(request.prompt, request.max_tokens)
     assert sum(reads(one, "valid") for one in simulation.prefills) >= 5
     finish(simulation, *sessions)
+
+
+@pytest.mark.parametrize("dies", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", [PrefillState.LOADING, PrefillState.LOADED])
+def test_a_death_while_an_ordinary_request_is_read(phase: PrefillState, dies: str) -> None:
+    """The next attempt has the same tokens, and no page of the survivor stays away."""
+    simulation, conversation, prefill, decode = begun(is_session=False)
+    turn = say(conversation)
+    step_until(simulation, lambda: state(turn) is phase)
+    simulation.kill(prefill if dies == "prefill" else decode)
+    simulation._place = lambda *_: (simulation.prefills[0], simulation.decodes[0])  # type: ignore[method-assign]
+    simulation.run()
+    if not turn.output:  # its router submits it again
+        simulation._attempt([turn])
+        simulation.run()
+    assert turn.output == reference(turn.prompt, 6)
+    finish(simulation)
+
+
+def test_what_the_prefill_worker_has_is_not_lent() -> None:
+    """A prompt that both have is handed over as ever: nobody waits for a read, or is readable."""
+    simulation = one_pair(5, pages=100)
+    pair = prefill, decode = simulation.prefills[0], simulation.decodes[0]
+    for last in range(3):
+        one = Conversation(simulation, str(last), is_session=False)
+        talk(one, [*FIRST[:24], last], 3, place=pair)
+    assert decode.scheduler._histories._description is None
+    assert reads(prefill, "valid") + reads(prefill, "not_needed") == 0
+    finish(simulation)
+
+
+def test_a_prompt_that_is_scored_is_lent_nothing() -> None:
+    """The prefill worker computes all of it, whatever the decode worker has."""
+    simulation, conversation, prefill, decode = begun(is_session=False)
+    prompt = [*conversation.tokens, *DELTA]
+    simulation.submit_choices(1, prompt, 6, prompt_logprobs=1, place=(prefill, decode))
+    simulation.run()
+    assert (read_from(simulation, decode), reads(prefill, "not_needed")) == (0, 0)
+    finish(simulation)
+
+
+def test_requests_that_share_a_conversation_read_it_once() -> None:
+    """An agent's parallel calls: the others find what the first one has read."""
+    simulation, conversation, prefill, decode = begun(is_session=False)
+    turns = [
+        simulation.submit([*conversation.tokens, *DELTA, last], 6, place=(prefill, decode))
+        for last in range(4)
+    ]
+    simulation.run()
+    for turn in turns:
+        assert turn.output == reference(turn.prompt, 6)
+    assert read_from(simulation, decode) == PAGES_KEPT - len(FIRST) // 4
+    assert reads(prefill, "valid") == 1
+    finish(simulation)

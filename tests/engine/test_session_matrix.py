@@ -194,7 +194,7 @@ CELLS = [
 """A phase, and whether a prefill worker comes to it."""
 
 
-@few(6)
+@few(4)
 @pytest.mark.parametrize(
     ("cell", "victim"),
     share(CELLS, [Victim.PREFILL, Victim.DECODE, Victim.ROUTER], one_in=3),

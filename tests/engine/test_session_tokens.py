@@ -15,7 +15,7 @@ import pytest
 from kvrelay.engine.config import Speculation
 from kvrelay.wire.submit import KeptSession
 from tests.checkpoints import make_checkpoint
-from tests.engine.session_cluster import ends, turns
+from tests.engine.session_cluster import ends, sample, turns
 from tests.engine.test_token_equality import SAMPLINGS, Asked, Mode, assert_same, plain_run, serve
 from tests.pairwise import few, share
 
@@ -41,7 +41,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@few(5)
+@few(3)
 @pytest.mark.parametrize(("architecture", "mode"), share(ARCHITECTURES, MODES), ids=str)
 def test_turns_have_the_tokens_of_a_plain_run(
     checkpoints: Path, architecture: str, mode: Mode
@@ -65,4 +65,29 @@ def test_turns_have_the_tokens_of_a_plain_run(
         assert turns(worker, "resumed") >= 1
     simulation.detach(worker)
     simulation.run()
+    simulation.assert_at_baseline()
+
+
+@few(2)
+@pytest.mark.parametrize(("architecture", "mode"), share(("llama", "deepseek"), [
+    replace(OVERLAPPED, aggregated=False),
+    replace(OVERLAPPED, aggregated=False, overlap=False, page_size=1, retract_every=7),
+    replace(OVERLAPPED, aggregated=False, speculation=Speculation.DRAFT),
+]), ids=str)  # fmt: skip
+def test_turns_without_a_session_read_the_last_answer_and_have_the_tokens_of_a_plain_run(
+    checkpoints: Path, architecture: str, mode: Mode
+) -> None:
+    rng, model = random.Random(3), checkpoints / architecture
+    simulation = serve(model, checkpoints / "draft", "float64", mode)
+    history: list[int] = []
+    for number in range(5):
+        prompt = [*history, *(rng.randrange(512) for _ in range(20))]
+        sampling = number % len(SAMPLINGS)
+        turn = simulation.submit(prompt, 18, sampling=SAMPLINGS[sampling])
+        simulation.run()
+        asked = Asked(tuple(prompt), 1, 18, sampling, 0, None)
+        [[plain]] = plain_run(model, "float64", (asked,))
+        assert_same(turn, plain)
+        history = [*prompt, *turn.output]
+    assert sample(simulation.prefills[0], "history_reads", outcome="valid") >= 1
     simulation.assert_at_baseline()

@@ -18,8 +18,8 @@ import psutil
 from tests.hosts.commands import run
 
 DEVICE = "eth0"
-START_S = 20.0
-ENDS_S = 10.0
+START_S = 60.0
+ENDS_S = 30.0
 _FIRST = """
 hostname "$1"
 exec 9<"$2"

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 MOMENT_S = 0.5
 """Long for a packet, short for a test."""
-SOON_S = 20.0
+SOON_S = 60.0
 PORT = 7000
 _ECHO = f"""
 import socket
@@ -103,6 +103,7 @@ def test_hosts_reach_each_other_by_name_and_both_kinds_of_address(a: Host, b: Ho
     assert answers(a, b.addresses.ipv6, SOON_S)
 
 
+@pytest.mark.slow
 def test_this_machine_reaches_a_hosts_grpc_service(b: Host):
     address = f"{b.address}:7001"
     b.spawn(sys.executable, "-c", _HEALTH, address)
@@ -147,6 +148,7 @@ def test_a_cut_loses_one_way_alone_and_heals(network: Lan, a: Host, b: Host):
     until(lambda: answers(a, "b"))
 
 
+@pytest.mark.slow
 def test_a_connection_outlives_a_short_cut(network: Lan, a: Host, b: Host):
     program = f"""
 import socket
@@ -174,6 +176,7 @@ for line in iter(input, "end"):
         assert answer.result(SOON_S)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_down_and_up_again(network: Lan, a: Host, b: Host):
     network.unplug(b)
     assert not answers(a, "b")
@@ -181,6 +184,7 @@ def test_a_link_that_is_down_and_up_again(network: Lan, a: Host, b: Host):
     until(lambda: answers(a, "b"))
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_slow_one_way_alone(network: Lan, a: Host, b: Host):
     """A megabyte takes at least a second at 8 Mbit/s, however slow this machine is."""
     network.slow(a, "8mbit", receives=False)
@@ -200,6 +204,7 @@ print(time.monotonic() - begun)
     assert "tbf" not in a.run("tc", "qdisc", "show", "dev", "eth0")
 
 
+@pytest.mark.slow
 def test_a_paused_host_does_nothing_until_it_wakes(a: Host, b: Host):
     b.pause()
     assert {process.status() for process in b.processes()} == {psutil.STATUS_STOPPED}
@@ -208,6 +213,7 @@ def test_a_paused_host_does_nothing_until_it_wakes(a: Host, b: Host):
     until(lambda: answers(a, "b"))
 
 
+@pytest.mark.slow
 def test_a_killed_host_leaves_no_process_even_if_it_was_paused(network: Lan, a: Host):
     host = network.hosts["to-kill"]
     host.spawn(sys.executable, "-c", _ECHO)
@@ -221,6 +227,7 @@ def test_a_killed_host_leaves_no_process_even_if_it_was_paused(network: Lan, a: 
     assert not answers(a, host.name)
 
 
+@pytest.mark.slow
 def test_a_full_disk(a: Host, b: Host):
     a.fill_disk()
     with pytest.raises(CommandError, match="No space left"):
@@ -241,6 +248,7 @@ def test_networks_are_beside_each_other_and_nothing_of_them_is_left():
     assert _own_links() == before
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_killed_test():
     program = """
 from tests.hosts.lan import lan

@@ -17,7 +17,6 @@ from tests.idle import least_cpu_seconds
 from tests.kv_transfer.peer_process import Peer, read
 
 
-@pytest.mark.alone
 async def test_idle_agent_uses_no_cpu(agent: TransferAgent) -> None:
     peer = Peer()
     agent.add_peer(peer.description)

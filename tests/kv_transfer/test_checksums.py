@@ -41,7 +41,7 @@ class Sums:
         self._hashers.append(hasher)
         ended: queue.SimpleQueue[tuple[PageSum, ...]] = queue.SimpleQueue()
         hasher.submit([LocalPage(PagePlace(0, 3), page_id, tokens)], ended.put)
-        (found,) = ended.get(timeout=10)
+        (found,) = ended.get(timeout=60)
         assert found.place == (0, 3)
         return found.value
 

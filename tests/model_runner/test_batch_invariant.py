@@ -113,7 +113,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(name, dtype, unit, marks=marks)
 
 
-@few(4)
+@few(3)
 @pytest.mark.parametrize(("name", "dtype", "unit"), list(cases()))
 def test_alone_equals_in_chunks_beside_others(
     name: str,

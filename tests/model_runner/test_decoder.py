@@ -26,6 +26,7 @@ EXPERTS = [
     "deepseek-v2-groups",
     "deepseek-v3-experts",
     "glm4-lite-experts",
+    "qwen2-experts",
     "qwen3-experts",
     "glm4-experts",
     "minimax-experts",
@@ -42,11 +43,13 @@ NAMES = [
     "mistral",
     "qwen2",
     "qwen3",
+    "granite",
+    "olmo2",
     *WINDOWED,
     *LATENT,
 ]
 OFTEN = [
-    pytest.param(name, marks=pytest.mark.slow if name.startswith("llama-") else ())
+    pytest.param(name, marks=pytest.mark.slow if name.startswith(("llama-", "granite")) else ())
     for name in NAMES
 ]
 """For tests in which what these have of their own, heads and positions, is computed as in any."""
@@ -58,7 +61,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "olmo3"])
 def test_whole_prompt(name: str, models: Models, tokens: list[int]) -> None:
     # Past yarn's and llama3's original context of 32, where their scaling is felt.
     running = Sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 100)
@@ -66,7 +69,8 @@ def test_whole_prompt(name: str, models: Models, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", *WINDOWED, *LATENT]
+    "name",
+    ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "granite", "olmo3", *WINDOWED, *LATENT],
 )
 def test_chunks_then_decode(name: str, models: Models, tokens: list[int]) -> None:
     running = Sequences(ModelRunner(models.folder(name), "float32", "cpu"), 1, 60)
@@ -75,7 +79,7 @@ def test_chunks_then_decode(name: str, models: Models, tokens: list[int]) -> Non
     assert_close(torch.cat(parts), models.logits(name, tokens[:53]))
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [*EXPERTS, "mixtral-experts"])
 def test_experts(name: str, models: Models, tokens: list[int]) -> None:
     # In float64: these small random models amplify float32's rounding tenfold, transformers' too.
     running = Sequences(ModelRunner(models.folder(name), "float64", "cpu"), 1, 60)

@@ -31,7 +31,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     use_double(monkeypatch)
 
 
-@few(4)
+@few(2)
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "form", "product"),

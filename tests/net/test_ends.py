@@ -168,9 +168,7 @@ async def test_broken_new_files_change_nothing(
         ):
             before = path.read_bytes()
             caplog.clear()
-            path.unlink()
-            if content is not None:
-                path.write_bytes(content)
+            put(path, content)
             assert await call(address, both) is grpc.StatusCode.OK
             assert await call(address, both) is grpc.StatusCode.OK
             errors = [one for one in caplog.records if one.levelname == "ERROR"]
@@ -179,8 +177,18 @@ async def test_broken_new_files_change_nothing(
                 message = error.getMessage()
                 assert message.startswith("TLS: the certificates stay as they were: ")
                 assert f"{path}: {problem}" in message
-            path.write_bytes(before)
+            put(path, before)
             assert await call(address, both) is grpc.StatusCode.OK
+
+
+def put(path: Path, content: bytes | None) -> None:
+    """Change a file at once, or remove it: a late look finds no half of a change."""
+    if content is None:
+        path.unlink()
+    else:
+        new = path.with_suffix(".new")
+        new.write_bytes(content)
+        new.replace(path)
 
 
 async def test_the_files_are_not_read_for_every_connection(

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from kvrelay.net.door_rules import METRICS
 from kvrelay.observe.metrics_server import MetricsServer
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ async def serving(rule: ListenerRule = GRPC) -> AsyncIterator[tuple[str, HealthS
     try:
         yield f"127.0.0.1:{port}", healthy
     finally:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await server.stop(0.1)
 
 
@@ -80,18 +80,18 @@ def open_call(channel: grpc.aio.Channel, method: str) -> Any:
 async def check(channel: grpc.aio.Channel, service: str = "") -> int:
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=service)
-    status: int = (await stub.Check(request, timeout=10)).status
+    status: int = (await stub.Check(request, timeout=60)).status
     return status
 
 
 async def test_calls_of_each_kind_are_served(channel: grpc.aio.Channel) -> None:
     assert await check(channel) == SERVING
-    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
     assert (await watch.read()).status == SERVING
     watch.cancel()
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    answered = [one async for one in stub.ServerReflectionInfo(iter([asked]), timeout=10)]
+    answered = [one async for one in stub.ServerReflectionInfo(iter([asked]), timeout=60)]
     assert answered[0].list_services_response.service[0].name == health.SERVICE_NAME
 
 
@@ -100,7 +100,7 @@ async def test_a_call_without_a_message_ends_in_time(method: str) -> None:
     rule = changed(method, receive_seconds=QUICK)
     async with serving(rule) as (address, _), connect(address) as channel:
         silent = open_call(channel, method)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await check(channel) == SERVING
 
@@ -116,7 +116,7 @@ async def test_strangers_end_each_others_receipts_and_no_callers() -> None:
             for connection in (one, other):
                 connection.begin()
                 streams += [connection.call(CHECK, flags=0) for _ in range(most)]
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while await one.receive() != await other.receive():
                     pass
             assert await check(channel) == SERVING
@@ -137,7 +137,7 @@ async def test_of_too_many_receipts_the_greediest_ends_its_oldest() -> None:
         for _ in range(3):
             silent.append(open_call(greedy, GENERATE))
             await silent[-1].wait_for_connection()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await silent[0].code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert not any(one.done() for one in (patient, *silent[1:]))
         await patient.write(b"late")
@@ -163,7 +163,7 @@ async def test_what_cannot_be_read_is_the_clients_fault(
 async def test_a_long_name_is_refused_and_not_kept(channel: grpc.aio.Channel, method: str) -> None:
     request = health_pb2.HealthCheckRequest(service="x" * 100_000)
     call = getattr(health_pb2_grpc.HealthStub(channel), method)(request)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -173,7 +173,7 @@ async def test_each_message_of_a_stream_keeps_to_the_rule(channel: grpc.aio.Chan
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="x" * size)
         for size in (10, 2000)
     )
-    call = stub.ServerReflectionInfo(iter([short, long]), timeout=10)
+    call = stub.ServerReflectionInfo(iter([short, long]), timeout=60)
     assert (await call.read()).error_response.error_code
     with pytest.raises(grpc.aio.AioRpcError, match="this method takes 1024"):
         await call.read()
@@ -181,7 +181,7 @@ async def test_each_message_of_a_stream_keeps_to_the_rule(channel: grpc.aio.Chan
 
 async def test_a_watch_of_an_unknown_service_ends(channel: grpc.aio.Channel) -> None:
     request = health_pb2.HealthCheckRequest(service="two")
-    watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=10)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=60)
     assert [one.status async for one in watch] == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
     with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
         await check(channel, "two")
@@ -195,12 +195,12 @@ async def test_a_watcher_that_reads_nothing_keeps_nobody_from_the_truth() -> Non
         silent.call(WATCH, message(b""))
         async with connect(address) as channel:
             stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
-            watches = [stub.Watch(request, timeout=10) for _ in range(2)]
+            watches = [stub.Watch(request, timeout=60) for _ in range(2)]
             for watch in watches:
                 assert (await watch.read()).status == SERVING
             watches.pop().cancel()
             healthy.set(serving=False)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 assert await check(channel) == NOT_SERVING
                 assert (await watches[0].read()).status == NOT_SERVING
 
@@ -220,7 +220,7 @@ async def test_many_unread_answers_hang_up_on_whoever_has_them(
             connection.begin(window=0)
             for _ in range(number):
                 connection.call(CHECK, message(b""))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             frames = await many.until_hung_up()
         assert not [one for one in frames if one.kind == DATA and one.payload]
         assert await check(channel) == SERVING
@@ -235,7 +235,7 @@ async def test_unread_answers_have_a_bound_in_bytes(monkeypatch: pytest.MonkeyPa
         silent.begin(window=0)
         for _ in range(6):
             silent.call(GENERATE, message(bytes(200_000)), flags=0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await silent.until_hung_up()
 
 
@@ -244,7 +244,7 @@ async def test_a_caller_has_no_more_calls_than_the_rule_says() -> None:
     async with serving(rule) as (address, _), connected(address) as silent:
         silent.begin(window=0)
         streams = [silent.call(CHECK, message(b"")) for _ in range(3)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (told := await silent.receive()).stream != streams[2]:
                 pass
         assert b"grpc-status" in told.payload
@@ -271,7 +271,7 @@ async def test_for_one_call_too_many_the_oldest_unread_answer_is_given_up() -> N
             connection.call(CHECK, message(b""))
             while (await connection.receive()).kind != HEADERS:
                 pass
-        async with connect(address) as channel, asyncio.timeout(5):
+        async with connect(address) as channel, asyncio.timeout(60):
             assert await check(channel) == SERVING
             await one.until_hung_up()
         assert not other.reader.at_eof()
@@ -286,18 +286,35 @@ async def test_who_reads_soon_is_not_hung_up_on_for_other_calls() -> None:
 
 
 async def test_idle_watches_of_a_stranger_give_way() -> None:
-    rule = changed(WATCH, most=2)
+    rule = changed(WATCH, most=2, most_of_a_caller=4)
     async with serving(rule) as (address, _), connected(address) as stranger:
         stranger.begin()
         for _ in range(4):
             stranger.call(WATCH, message(b""))
-        async with connect(address) as channel, asyncio.timeout(5):
+        async with connect(address) as channel, asyncio.timeout(60):
             assert await check(channel) == SERVING  # all of it has come
             stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
             with pytest.raises(grpc.aio.AioRpcError, match="too many calls"):
                 await stub.Watch(request).read()
             await stranger.until_hung_up()
             assert (await stub.Watch(request).read()).status == SERVING
+
+
+async def test_of_many_modest_watchers_nobody_is_hung_up_on() -> None:
+    """Two watches of one connection are no greed, however many others have one each."""
+    rule = changed(WATCH, most=2, most_of_a_caller=8)
+    async with serving(rule) as (address, healthy), connect(address) as modest:
+        watched = health_pb2.HealthCheckRequest()
+        both = [health_pb2_grpc.HealthStub(modest).Watch(watched, timeout=60) for _ in range(2)]
+        assert [(await one.read()).status for one in both] == [SERVING, SERVING]
+        async with connect(address) as other:
+            third = health_pb2_grpc.HealthStub(other).Watch(watched, timeout=60)
+            assert (await third.read()).status == SERVING
+            healthy.set(serving=False)
+            assert [(await one.read()).status for one in (*both, third)] == [NOT_SERVING] * 3
+            third.cancel()
+        for one in both:
+            one.cancel()
 
 
 async def test_a_hang_up_leaves_no_file_open() -> None:
@@ -310,7 +327,7 @@ async def test_a_hang_up_leaves_no_file_open() -> None:
             unread_answers._close_connections({("127.0.0.1", 1)})
         assert num_files() == before
         unread_answers._close_connections({peer[:2]})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await silent.until_hung_up()
 
 
@@ -322,7 +339,7 @@ async def test_a_connection_has_no_more_calls_than_the_rule_says() -> None:
     rule = replace(GRPC, most_streams=7)
     async with serving(rule) as (address, _), connected(address) as eager:
         eager.begin()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (told := await eager.receive()).kind != SETTINGS:
                 pass
     settings = dict(struct.iter_unpack(">HI", told.payload))
@@ -343,7 +360,7 @@ async def test_strangers_give_up_no_callers_answer() -> None:
             while (await stranger.receive()).kind != HEADERS:
                 pass
             assert await check(channel) == SERVING
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await stranger.until_hung_up()
         assert not caller.reader.at_eof(), "its answer had waited longer"
 
@@ -377,7 +394,7 @@ async def test_a_refused_message_is_let_go_of_at_once() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await check(channel)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while seen[0]() is not None:
                     await asyncio.sleep(0.01)
     finally:

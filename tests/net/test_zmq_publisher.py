@@ -49,7 +49,7 @@ async def publishing(
 async def test_messages_go_to_those_who_subscribed_to_their_topic(host: str) -> None:
     connected = f"[{host}]" if ":" in host else "127.0.0.1"
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         publishing(host=host) as (publisher, port),
         subscriber(port, b"", host=connected) as everything,
     ):
@@ -86,7 +86,7 @@ async def test_a_subscriber_that_does_not_read_misses_messages_and_keeps_nobody_
 
 async def test_whoever_speaks_something_else_disturbs_nobody() -> None:
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         publishing() as (publisher, port),
         subscriber(port, b"") as good,
     ):
@@ -106,7 +106,7 @@ async def test_whoever_speaks_something_else_disturbs_nobody() -> None:
 
 async def test_a_stranger_that_ends_a_subscription_of_others_silences_nobody() -> None:
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         publishing() as (publisher, port),
         subscriber(port, b"") as good,
         _stranger(port) as writer,
@@ -121,7 +121,7 @@ async def test_a_stranger_that_ends_a_subscription_of_others_silences_nobody() -
 
 async def test_nobody_is_there_at_first_nor_for_other_topics() -> None:
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         publishing() as (publisher, port),
         subscriber(port, b"other"),
     ):
@@ -132,7 +132,7 @@ async def test_nobody_is_there_at_first_nor_for_other_topics() -> None:
 
 async def test_long_topics_are_refused() -> None:
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         publishing() as (publisher, port),
         subscriber(port, bytes(10_000)),
         subscriber(port, b"short"),
@@ -145,7 +145,7 @@ async def test_with_too_many_topics_it_listens_anew_and_subscribers_come_back(
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "_MOST_TOPICS", 20)
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         publishing() as (publisher, port),
         subscriber(port, b"") as good,
     ):
@@ -160,7 +160,7 @@ async def test_with_too_many_topics_it_listens_anew_and_subscribers_come_back(
 
 
 async def test_others_run_while_a_subscriber_sends_many_messages() -> None:
-    async with asyncio.timeout(20), publishing() as (publisher, port), _stranger(port) as writer:
+    async with asyncio.timeout(60), publishing() as (publisher, port), _stranger(port) as writer:
         writer.write(_END * 4000 + _BEGIN)
         turns = 0
         while publisher._topics != {b"x"}:
@@ -202,7 +202,7 @@ async def test_without_files_it_tries_until_it_listens(
 ) -> None:
     monkeypatch.setattr(zmq_publisher, "_TRIES_BEFORE_WARNING", 2)
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         publishing() as (publisher, port),
         subscriber(port, b"") as good,
     ):
@@ -219,7 +219,7 @@ async def test_without_files_it_tries_until_it_listens(
 
 async def test_it_can_be_closed_while_there_are_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = ZmqPublisher()
-    async with asyncio.timeout(20), subscriber(await publisher.start("127.0.0.1"), b"") as good:
+    async with asyncio.timeout(60), subscriber(await publisher.start("127.0.0.1"), b"") as good:
         await until(lambda: publisher.had_subscribers)
         with _no_files():
             await _listens_anew(publisher, good, monkeypatch)

@@ -131,9 +131,11 @@ class Cluster:
         """The sum of the values of the metrics lines that begin with `line`."""
         host, port = self.router.metrics_address.rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
-        text = (await reader.read()).decode()
-        writer.close()
+        try:
+            writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+            text = (await reader.read()).decode()
+        finally:
+            writer.close()
         await writer.wait_closed()
         return sum(float(row.rsplit(" ", 1)[1]) for row in text.split("\n") if row.startswith(line))
 
@@ -247,5 +249,5 @@ class HeldEncoding:
         self, tokenizer: Tokenizer, text: str, most_tokens: int, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         self.texts.append(text)
-        assert self.let_go.wait(10)
+        assert self.let_go.wait(60)
         return [1, 2, 3]

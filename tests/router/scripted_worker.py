@@ -21,7 +21,7 @@ from kvrelay.wire.worker_info import WorkerInfo, WorkerRole
 from tests.ports import free_port
 from tests.worker_infos import worker_info
 
-SECONDS = 30.0
+SECONDS = 60.0
 """Until what is awaited must have happened, on a machine that does other things, too."""
 END = worker_pb2.RequestEnd
 HANDED_OVER = END(reason=END.REASON_HANDED_OVER)

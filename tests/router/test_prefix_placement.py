@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import PlacementMode, RouterConfig
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from kvrelay.wire.page_hash import PageHashes
 
 from .cluster import Cluster, collect, running
-from .scripted_worker import END, ScriptedWorker, broken, count_prefill, until
+from .scripted_worker import END, ScriptedWorker, broken, count_prefill, load, until
 
 PAGE_SIZE = 16
 PROMPT = [5] * 200
@@ -125,3 +126,32 @@ async def test_a_worker_that_comes_back_is_known_by_what_it_tells_then(pairs: Cl
     tell(workers["prefill-1"], 1)
     await told(pairs, 3)
     assert (await generate(pairs))[0] == "prefill-1"
+
+
+@pytest.mark.parametrize("placement", PlacementMode)
+async def test_what_a_prefill_worker_may_read_of_a_conversation_is_not_in_its_queue(
+    config: RouterConfig, placement: PlacementMode
+) -> None:
+    """The decode worker has the prompt and its answer of before, without any session."""
+    mode = replace(config, placement=placement)
+    async with running(mode, "prefill-0", "decode-0") as cluster:
+        cluster.count()
+        tell(cluster.prefill, 0, begins=True)
+        tell(cluster.decode, 0, begins=True)
+        tell(cluster.decode, 1)
+        speeds = pb.StepSpeeds(
+            seconds_per_step=0.01, seconds_per_token=0.001, prompts_known=True, rows_known=True
+        )
+        peer = pb.PeerTransfer(
+            incarnation=cluster.prefill.incarnation, lent_tokens_per_second=1_000_000
+        )
+        for worker in cluster.workers:
+            busy = load()
+            busy.MergeFrom(pb.WorkerLoad(running_requests=8, growth_tokens=800, speeds=speeds))
+            worker.send(worker_pb2.AttachResponse(load=busy, peers=[peer]))
+        links, prefixes = cluster.router._fleet.links, cluster.router._fleet.prefixes
+        await until(lambda: all(link.load.running_requests == 8 for link in links))
+        await until(lambda: prefixes.num_entries == 3)
+        await generate(cluster)
+        [submit] = cluster.prefill.submits
+        assert submit.cached_tokens == 192

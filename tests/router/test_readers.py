@@ -73,7 +73,7 @@ async def test_a_client_that_does_not_read_loses_its_request(impatient: Cluster)
         submit = await impatient.prefill.submitted()
         for step in range(20):
             say_prompt(impatient, submit, step)
-        await until(lambda: len(impatient.decode.cancels) == 1, 20)
+        await until(lambda: len(impatient.decode.cancels) == 1)
         assert await ended(impatient, "slow_reader") == 1
         assert await impatient.metric("kvrelay_slow_readers_total") == 1
         error = await status_of(call)  # it reads at last, what was sent and then the reason
@@ -83,14 +83,14 @@ async def test_a_client_that_does_not_read_loses_its_request(impatient: Cluster)
 
 async def test_a_client_that_stops_reading_is_given_up_in_time(config: RouterConfig) -> None:
     """Although its request is complete, and less waits than the router would keep."""
-    config = dataclasses.replace(config, read_timeout=0.2)
+    config = dataclasses.replace(config, read_timeout=2.0)
     async with running(config, "prefill-0", "decode-0") as cluster, narrow(cluster) as stub:
         call = generate(stub)
         submit = await cluster.prefill.submitted()
         for step in range(8):
             say_prompt(cluster, submit, step)
         say(cluster, submit, 0, 1, end=LENGTH)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await cluster.metric("kvrelay_slow_readers_total"):
                 await asyncio.sleep(0.02)
         assert await ended(cluster, "length") == 1
@@ -122,7 +122,7 @@ async def test_a_client_that_reads_keeps_the_request_that_another_shares(
 
 
 async def test_a_deadline_ends_queued_work_at_once_and_is_counted(cluster: Cluster) -> None:
-    call = generate(cluster.stub, timeout=1.0)
+    call = generate(cluster.stub, timeout=2.0)
     await asyncio.gather(cluster.decode.submitted(), cluster.prefill.submitted())
     assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: len(cluster.decode.cancels) == len(cluster.prefill.cancels) == 1)
@@ -145,13 +145,13 @@ async def test_a_deadline_that_passes_before_the_text_is_tokenized(
     let_go, done = threading.Event(), threading.Event()
 
     def hold(tokenizer: Tokenizer, text: str, most_tokens: int) -> Sequence[int]:
-        assert let_go.wait(10)
+        assert let_go.wait(60)
         done.set()
         return [1, 2, 3]
 
     monkeypatch.setattr("kvrelay.router.admission.served_tokenizer.encode", hold)
     async with running(config, "prefill-0", "decode-0") as cluster:
-        call = cluster.stub.Generate(pb.GenerateRequest(text="Hello"), timeout=1.0)
+        call = cluster.stub.Generate(pb.GenerateRequest(text="Hello"), timeout=2.0)
         assert (await status_of(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
         async with asyncio.timeout(SECONDS):
             while await ended(cluster, "deadline") != 1:

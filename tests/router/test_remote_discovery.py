@@ -124,7 +124,7 @@ async def test_a_router_goes_on_while_the_controller_is_away(
             assert discovery.endpoints() == before
             cluster.discovery.replace(before, [before[0]])
             async with controller(cluster.discovery, address):
-                await asyncio.wait_for(until(lambda: bool(discovery.awaited())), 10)
+                await asyncio.wait_for(until(lambda: bool(discovery.awaited())), 60)
             assert await tokens_by(router) == COUNTED
 
 
@@ -137,7 +137,7 @@ async def test_a_controller_that_is_not_there_yet_is_waited_for(cluster: Cluster
     await asyncio.sleep(0.3)
     assert not entering.done()
     async with controller(cluster.discovery, address):
-        await asyncio.wait_for(entering, 10)
+        await asyncio.wait_for(entering, 60)
     assert discovery.endpoints() == cluster.discovery.endpoints()
     await following.__aexit__(None, None, None)
 
@@ -175,7 +175,7 @@ async def test_a_listener_for_clients_is_no_controller():
     await server.start()
     try:
         with pytest.raises(StartError, match=f"^--controller: {address}: UNIMPLEMENTED: "):
-            async with asyncio.timeout(10), remote(address).following():
+            async with asyncio.timeout(60), remote(address).following():
                 pass
     finally:
         await server.stop(None)

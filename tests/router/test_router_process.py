@@ -52,7 +52,6 @@ async def test_ports_are_free_again_after_a_stop(config: RouterConfig) -> None:
         await router.stop()
 
 
-@pytest.mark.alone
 async def test_an_idle_router_does_not_work(cluster: Cluster) -> None:
     cluster.count()
     await collect(cluster.generate())

@@ -29,7 +29,7 @@ class Held:
 
     def __call__(self) -> str:
         self.began.set()
-        assert self.let_go.wait(10)
+        assert self.let_go.wait(60)
         return "done"
 
 

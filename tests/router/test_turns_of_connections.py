@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -15,11 +15,27 @@ from kvrelay.router.callers import ANYBODY
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.doors.server_info import ServerInfo
 from kvrelay.router.placement.worker_link import WorkerLink
+from kvrelay.router.turns import FairTurns
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 
 from .cluster import Cluster, HeldEncoding, running
 from .scripted_worker import until
+
+
+@pytest.fixture
+def came(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The callers of all work that has come, whether or not it waits."""
+    begin, callers = FairTurns.begin, list[str]()
+
+    async def noted(
+        turns: FairTurns, caller: str, size: int, full: Callable[[], Exception]
+    ) -> None:
+        callers.append(caller)
+        await begin(turns, caller, size, full)
+
+    monkeypatch.setattr(FairTurns, "begin", noted)
+    return callers
 
 
 @asynccontextmanager
@@ -30,19 +46,20 @@ async def another(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.Inferenc
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
-async def test_texts(cluster: Cluster, held_encoding: HeldEncoding) -> None:
+async def test_texts(cluster: Cluster, held_encoding: HeldEncoding, came: list[str]) -> None:
     async with another(cluster) as modest:
         greedy = [cluster.stub.Tokenize(pb.TokenizeRequest(text=f"a{n}")) for n in range(8)]
-        await until(lambda: len(held_encoding.texts) == 2)
-        await asyncio.sleep(0.1)  # until the others wait
+        await until(lambda: len(held_encoding.texts) == 2 and len(came) == 8)
         waiting = modest.Tokenize(pb.TokenizeRequest(text="b"))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(came) == 9)
         held_encoding.let_go.set()
         await asyncio.gather(waiting, *greedy)
     assert held_encoding.texts.index("b") <= 4, held_encoding.texts
 
 
-async def test_histories(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_histories(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, came: list[str]
+) -> None:
     asked: list[str] = []
     gate = asyncio.Event()
 
@@ -58,10 +75,9 @@ async def test_histories(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> N
 
     async with another(cluster) as modest:
         greedy = [cluster.stub.OpenSession(request("a")) for _ in range(12)]
-        await until(lambda: len(asked) == 4)
-        await asyncio.sleep(0.1)
+        await until(lambda: len(asked) == 4 and len(came) == 12)
         waiting = modest.OpenSession(request("b"))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(came) == 13)
         gate.set()
         ended = await asyncio.gather(waiting, *greedy, return_exceptions=True)
     assert asked.index("9-b") <= 6, asked

@@ -35,7 +35,7 @@ from tests.worker_infos import worker_info
 from .scripted_worker import END, ScriptedWorker, load, until
 
 LINKS = 300
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Heard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -10,11 +11,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+from llguidance import LLTokenizer
 
-from kvrelay.text import grammar_checker
-from kvrelay.text.grammar import LEAST_BYTES, GrammarError
+from kvrelay.text import grammar_checker, grammar_process
+from kvrelay.text.grammar import LEAST_BYTES, GrammarCompiler, GrammarError
 from kvrelay.text.grammar_checker import CheckerError, GrammarChecker
 from kvrelay.wire.submit import StructuredOutput
 from tests.checkpoints import make_tokenizer
@@ -84,8 +88,6 @@ BOMBS = [
     StructuredOutput(regex="((a{100}){100}){100}"),
     StructuredOutput(regex="(ab{1000}){1000}"),
     StructuredOutput(regex=f"b?{BOMB}"),
-    StructuredOutput(regex="x" * 60_000),
-    StructuredOutput(regex="x{60}(a{280}){300}([ab]{0,40}c){20}"),
     StructuredOutput(regex=f"[a-z]{{20}}{BOMB}"),
     StructuredOutput(regex=f"(foo|bar{BOMB})"),
     StructuredOutput(json_schema=json.dumps({"type": "string", "pattern": f"^{BOMB}$"})),
@@ -106,6 +108,11 @@ BOMBS = [
         + 'r20: "a"'
     ),
 ]
+SLOW_MASKS = [
+    StructuredOutput(regex="x" * 95_000),
+    StructuredOutput(regex="x{60}(a{280}){330}([ab]{0,40}c){20}"),
+]
+"""Each of their masks takes about twice as long as the walks allow, by the processor's clock."""
 HEAVY = [
     StructuredOutput(regex=r"([a-z]{1,100} ){1,100}"),
     StructuredOutput(regex="x" * 10_000),
@@ -129,6 +136,27 @@ def test_what_a_worker_could_not_follow_is_refused_and_heavy_grammars_are_not(
     for wanted in HEAVY:
         checker.check(wanted)
     assert checker.pid == pid
+
+
+@pytest.mark.slow  # a faster processor may allow them
+@pytest.mark.parametrize("wanted", SLOW_MASKS, ids=["long", "repeated"])
+def test_slow_masks_are_refused(checker: GrammarChecker, wanted: StructuredOutput) -> None:
+    with pytest.raises(GrammarError, match="too much work"):
+        checker.check(wanted)
+
+
+@pytest.mark.parametrize(("seconds", "is_refused"), [(0.012, True), (0.009, False)])
+def test_masks_may_take_so_long(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, is_refused: bool
+) -> None:
+    """Count time by masks: no processor takes the same for one twice."""
+    compiler = GrammarCompiler(lambda: LLTokenizer(VOCABULARY))
+    walks, clock = grammar_process._Walks(compiler.tokenizer), itertools.count(step=seconds)
+    matcher = compiler.compile(StructuredOutput(regex="[a-z]{200}"))
+    monkeypatch.setattr(grammar_process, "time", SimpleNamespace(process_time=clock.__next__))
+    expected = pytest.raises(GrammarError, match="too much work") if is_refused else nullcontext()
+    with expected:
+        walks.check(matcher)
 
 
 def test_a_tokenizer_without_a_known_decoder_is_fit_for_no_grammar() -> None:

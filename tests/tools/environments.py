@@ -170,7 +170,7 @@ class NodeEnvironment(Environment):
     def _install(self, seconds: float) -> None:
         quiet = ("--silent", "--no-fund", "--no-audit", "--no-update-notifier")
         wanted = self.requirements.read_text().split()
-        command = ["npm", "install", *quiet, "--prefix", self.folder, *wanted]
+        command: list[str | Path] = ["npm", "install", *quiet, "--prefix", self.folder, *wanted]
         returncode, said = run_bounded(command, seconds)
         if returncode != 0:
             raise CannotMakeError(f"npm failed: {said[-300:]}")

@@ -180,8 +180,10 @@ class HandOverResponse(_message.Message):
     def __init__(self, ask: _Optional[_Union[HandOverAsk, _Mapping]] = ..., announce: _Optional[_Union[HandOverAnnounce, _Mapping]] = ..., released: _Optional[_Union[HandOverReleased, _Mapping]] = ..., ended: _Optional[_Union[HandOverEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[HandOverHeartbeat, _Mapping]] = ..., begun: _Optional[_Union[HandOverBegun, _Mapping]] = ..., done: _Optional[_Union[HandOverDone, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class HandOverAsk(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("known_tokens",)
+    KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    known_tokens: int
+    def __init__(self, known_tokens: _Optional[int] = ...) -> None: ...
 
 class HandOverBegun(_message.Message):
     __slots__ = ()

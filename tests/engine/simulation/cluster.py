@@ -41,7 +41,7 @@ class Simulation(SimRouter):
     """
 
     write_bytes_per_second = 1e9
-    """From decode to prefill workers: what sessions are lent with."""
+    """From decode to prefill workers: what these are lent is read so fast."""
     clock = 0.0
     """The moment; it goes on where clocks are virtual."""
     late = False
@@ -289,10 +289,8 @@ class Simulation(SimRouter):
             worker.inbox.post(StreamLost(stream, "it has left"))
             return
         stream.begin(time.monotonic())
-        request = worker.context.requests.get(stream.key)
-        if request is not None and request.session is not None:
-            probe = PeerTransport(prefill.name, write_bytes_per_second=self.write_bytes_per_second)
-            worker.inbox.post(PeerProbed(probe))
+        probe = PeerTransport(prefill.name, write_bytes_per_second=self.write_bytes_per_second)
+        worker.inbox.post(PeerProbed(probe))
         other = PrefillStream(stream.key.of_choice(0), worker.name)
         prefill.inbox.post(StreamOpened(other))
         self.pairs.append((worker, stream, prefill, other))

@@ -17,7 +17,7 @@ from kvrelay.engine.executor.model_executor import Drafter, ModelExecutor
 from kvrelay.engine.executor.pending_drafts import PendingDrafts
 from kvrelay.engine.executor.token_state import UNKNOWN, TokenState
 from kvrelay.engine.worker.loading import load_model
-from kvrelay.kv_transfer.checksums import LocalPage
+from kvrelay.kv_transfer.checksums import LocalPage, written_bytes
 from kvrelay.kv_transfer.pull import Pull
 from kvrelay.mem_cache.byte_sum import hash_bytes
 from kvrelay.mem_cache.convert import copy_pages
@@ -267,6 +267,11 @@ class RealModel:
         pages = zip(self.pools, pull.local_pages, source, pull.remote_pages, strict=True)
         for pool, local, theirs, remote in pages:
             copy_pages(theirs, remote, pool, local)
+
+    def sum(self, page: LocalPage) -> int:
+        """The hash of a page's bytes as far as they are written."""
+        pools = self.host_pools if page.in_host else self.pools
+        return hash_bytes(written_bytes(pools[page.place.pool], page.page_id, page.tokens))
 
 
 SimModel = CountingModel | RealModel

@@ -320,7 +320,7 @@ class SimWorker:
     def hash(self) -> None:
         """End the oldest order of the hasher's thread."""
         pages, on_end = self.agent.to_hash.pop(0)
-        on_end(tuple(PageSum(*page.place, self.counting.sum(page)) for page in pages))
+        on_end(tuple(PageSum(*page.place, self.model.sum(page)) for page in pages))
 
     def end_step(self) -> None:
         step = self.steps.popleft()

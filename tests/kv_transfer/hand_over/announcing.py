@@ -11,8 +11,7 @@ NINE = (FirstToken(9),)
 
 def granted(pages: int) -> tuple[PrefillHandOver, DecodeHandOver]:
     prefill, decode = PrefillHandOver(), DecodeHandOver(pages)
-    prefill.ask()
-    decode.on_ask()
+    decode.on_ask(prefill.ask())
     prefill.on_grant(decode.grant([0]))
     return prefill, decode
 
@@ -21,8 +20,7 @@ def granted_window(missing: tuple[int, int]) -> tuple[PrefillHandOver, DecodeHan
     """A prompt of four pages in a pool of all tokens and one with a window."""
     windowed = (False, True)
     prefill, decode = PrefillHandOver(windowed), DecodeHandOver(4, windowed)
-    prefill.ask()
-    decode.on_ask()
+    decode.on_ask(prefill.ask())
     prefill.on_grant(decode.grant(missing))
     return prefill, decode
 

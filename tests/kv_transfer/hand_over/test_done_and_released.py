@@ -7,7 +7,7 @@ import pytest
 from kvrelay.kv_transfer.errors import ProtocolError
 from kvrelay.kv_transfer.hand_over.decode_side import DecodeHandOver
 from kvrelay.kv_transfer.hand_over.states import DecodeState, PrefillState
-from kvrelay.wire.hand_over import FirstToken, PageSum, Released
+from kvrelay.wire.hand_over import Ask, FirstToken, PageSum, Released
 from tests.kv_transfer.hand_over.announcing import NINE, announced, granted
 
 
@@ -54,7 +54,7 @@ def test_pages_that_were_let_go_are_not_activated() -> None:
 def test_each_choice_has_its_first_token() -> None:
     prefill, _ = granted(1)
     decode = DecodeHandOver(1, choices=2)
-    decode.on_ask()
+    decode.on_ask(Ask())
     decode.grant([0])
     tokens = (FirstToken(3), FirstToken(4, finished=True))
     decode.on_announce(prefill.announce_last([[5]], [0], tokens))

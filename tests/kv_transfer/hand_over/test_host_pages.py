@@ -40,8 +40,7 @@ def test_pages_of_host_and_device_name_every_page_once() -> None:
 
 def test_what_the_decode_side_has_is_not_read_from_the_host() -> None:
     prefill, decode = PrefillHandOver(), DecodeHandOver(4)
-    prefill.ask()
-    decode.on_ask()
+    decode.on_ask(prefill.ask())
     prefill.on_grant(decode.grant([2]))
     assert decode.on_announce(prefill.announce_host([70, 71, 72])) == (PageRun(2, (72,)),)
 
@@ -75,9 +74,8 @@ def test_a_prompt_whose_pages_are_read_from_the_host_is_not_computed_yet() -> No
 def test_a_decode_side_of_before_is_not_told() -> None:
     """It would take the numbers for those of the device's pages."""
     prefill = PrefillHandOver()
-    prefill.ask()
     decode = DecodeHandOver(3)
-    decode.on_ask()
+    decode.on_ask(prefill.ask())
     old = FROM_DECODE.to_message(Sequenced(1, decode.grant([0])))
     old.grant.ClearField("reads_host")
     message = FROM_DECODE.from_message(old).message

@@ -16,7 +16,7 @@ from kvrelay.kv_transfer.hand_over.states import (
     DecodeState,
     PrefillState,
 )
-from kvrelay.wire.hand_over import Done, Grant, HandOverEnd, Released
+from kvrelay.wire.hand_over import Ask, Done, Grant, HandOverEnd, Released
 from tests.kv_transfer.hand_over.announcing import NINE, announced, granted
 
 
@@ -45,7 +45,7 @@ def test_grant_and_ask_twice_are_refused() -> None:
     for again in (
         lambda: prefill.on_grant(Grant()),
         prefill.ask,
-        decode.on_ask,
+        lambda: decode.on_ask(Ask()),
         lambda: decode.grant([0]),
     ):
         with pytest.raises(ProtocolError):

@@ -21,9 +21,11 @@ from kvrelay.model_runner.transformers_model.configuration import (
     quietly,
     read_transformers_config,
 )
+from kvrelay.model_runner.transformers_model.own_parts import OwnExperts
 from kvrelay.model_runner.transformers_model.refusals import ModelCodeError
 from kvrelay.model_runner.transformers_model.self_proof import plain_logits
 from kvrelay.model_runner.transformers_model.small_model import make_small_model, shrink
+from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 from tests.model_runner.sequences import Sequences
 
 RESULTS = Path("docs/models.json")
@@ -64,6 +66,8 @@ class Found:
     pools: tuple[str, ...] = ()
     attention: str = ""
     """Whether our kernels compute all of its attention."""
+    experts: str = ""
+    """Whose code computes its experts, own or theirs; empty: it has none."""
     difference: float = 0.0
     """From its own forward, as a part of the largest logit."""
 
@@ -123,8 +127,19 @@ def find(kind: str, folder: Path) -> Found:
         architecture,
         pools=tuple(geometry.pool_name for geometry in runner.make_geometries(16)),
         attention="kernels" if by_kernels and not config.layout.latents else "gathered",
+        experts=_experts(runner),
         difference=compare(runner, model),
     )
+
+
+def _experts(runner: ModelRunner) -> str:
+    """See `Found`."""
+    assert isinstance(runner._decoder, TransformersDecoder)
+    modules = list(runner._decoder._model.modules())
+    if any(isinstance(one, OwnExperts) for one in modules):
+        return "own"
+    names = (type(one).__name__.lower() for one in modules)
+    return "theirs" if any("expert" in name or "moe" in name for name in names) else ""
 
 
 def _refusal_of_default(kind: str, folder: Path) -> str:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
+from transformers import MiniMaxM3VLConfig
 
 from kvrelay.cpu_kernels.kernel_threads import KernelThreads
 from kvrelay.model_runner.attention.kv_dtype import KVDtype
@@ -360,6 +361,13 @@ def test_quantized_weights_of_a_nested_configuration_are_refused(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match="quantization_config is not supported"):
         serve(tmp_path)
+
+
+def test_a_model_for_images_is_told_from_an_unknown_name(tmp_path: Path) -> None:
+    name = "MiniMaxM3SparseForConditionalGeneration"
+    MiniMaxM3VLConfig(architectures=[name]).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{name} .*: it takes more than text, and its"):
+        read_transformers_config(tmp_path)
 
 
 def _copy(source: Path, target: Path, change) -> None:

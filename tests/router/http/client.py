@@ -79,7 +79,7 @@ async def connection(
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
     """What came before the router hung up, which it does soon."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionError):
             return await reader.read()
     return b""

@@ -165,7 +165,7 @@ async def test_a_router_that_drains_is_not_healthy(http_config: RouterConfig) ->
         submit = await cluster.decode.submitted()
         assert (await http.get("/health")).status_code == 200
         stopping = asyncio.create_task(cluster.router.stop())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await http.get("/health")).status_code == 200:
                 await asyncio.sleep(0.05)
         cluster.decode.say(submit, 1, (5,) * 7, end=LENGTH)

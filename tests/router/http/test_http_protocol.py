@@ -40,7 +40,7 @@ IN_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     """The next answer: its status, its headers and its body."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         status, *lines = head.split("\r\n")[:-2]
         headers = dict(line.lower().split(": ", 1) for line in lines)

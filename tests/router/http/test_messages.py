@@ -116,6 +116,7 @@ async def test_thinking_text_and_calls_streamed_and_whole(
             usage = message.usage
             assert usage.input_tokens == len(worker.submits[0].input_ids)
             assert usage.output_tokens == len(tokenizer.encode(ANSWER).ids) + 1
+            assert usage.output_tokens_details is not None
             assert usage.output_tokens_details.thinking_tokens > 2
         prompt = tokenizer.decode(list(worker.submits[0].input_ids))
         assert '"name": "weather"' in prompt
@@ -154,7 +155,7 @@ async def test_a_message_is_the_same_if_it_is_computed_in_two_attempts(
                 first = len(emitted_by(submit))
                 worker.say(submit, first, tuple(ids[first : None if first else cut]))
                 if first:
-                    ended = worker_pb2.RequestEnd(reason=1, matched_token_id=EOS)
+                    ended = worker_pb2.RequestEnd(reason="REASON_STOP", matched_token_id=EOS)
                     worker.say(submit, len(ids), (EOS,), end=ended)
                 else:
                     worker.say(submit, cut, end=RETRACTED)

@@ -42,7 +42,7 @@ class Stream:
 
     async def next(self) -> list[dict[str, Any]]:
         """The next rows that are told."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async for line in self._lines:
                 if line == "event: progress":
                     data = await anext(self._lines)

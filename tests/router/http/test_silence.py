@@ -116,7 +116,12 @@ async def test_events_set_no_timer_and_those_that_come_in_time_leave_no_silence(
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    exchange = Exchange({"headers": []}, receive, send, HTTP.methods["POST /v1/completions"])
+    exchange = Exchange(
+        {"headers": [], "path": "/v1/completions"},
+        receive,
+        send,
+        HTTP.methods["POST /v1/completions"],
+    )
     with SilenceBreaker(exchange, 3600.0, b": x") as breaker:
         timer = breaker._timer
         for _ in range(100):

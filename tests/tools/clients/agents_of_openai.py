@@ -7,7 +7,7 @@ from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_traci
 from openai import AsyncOpenAI
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def weather(city: str) -> str:
     """Tell the weather of a city."""
     return f"{city}: sunny"

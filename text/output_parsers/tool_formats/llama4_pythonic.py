@@ -97,7 +97,7 @@ def _bare_grammar(grammar: CallGrammar) -> str:
 
 
 def _text_grammar(grammar: CallGrammar) -> str:
-    """Calls alone, or text that does not begin as they do."""
+    """Write the grammar of calls alone, or of text that does not begin as they do."""
     calls, free = _bare_grammar(grammar), grammar.free_text()
     return rf"{calls} | /{_SPACE}*/ | /{_SPACE}*([^\[{_SPACES}]|\[[^A-Za-z_{_SPACES}])/ {free}"
 
