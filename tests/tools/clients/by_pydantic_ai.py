@@ -28,7 +28,7 @@ async def ask(way: str, agent: Any, prompt: str) -> tuple[Any, list[Any]]:
 def thought(part: ThinkingPart) -> str:
     """The Responses API has what is no summary as raw content."""
     raw: list[str] = (part.provider_details or {}).get("raw_content", [])
-    return part.content + "".join(raw)
+    return "".join([part.content, *raw])
 
 
 async def main(way: str, model: Any) -> None:
