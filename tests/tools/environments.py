@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, distribution, version
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import click
 import pytest
@@ -64,7 +64,7 @@ class Environment:
     target: str = "make tools-env"
 
     @classmethod
-    def of(cls, name: str, *, needs_torch: bool = False) -> Environment:
+    def of(cls, name: str, *, needs_torch: bool = False) -> Self:
         """At its usual place."""
         return cls(name, FOLDER / name, REQUIREMENTS / f"{name}.txt", needs_torch)
 
