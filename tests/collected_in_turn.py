@@ -37,8 +37,11 @@ class Turn(pytest.Item):
             nextitem: what comes afterwards, by which pytest tells which fixtures to keep.
         """
         session, place = self.session, self.session.items.index(self)
+        tests = self._collect_tests()
+        if not tests:  # what the file before has kept for this one ends
+            session._setupstate.teardown_exact(nextitem)
         try:
-            for item, following in pairwise([*self._collect_tests(), nextitem]):
+            for item, following in pairwise([*tests, nextitem]):
                 assert item is not None
                 session.items[place] = item  # whose reports xdist expects
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
