@@ -103,6 +103,20 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return file
 
 
+_TURNS = pytest.StashKey[list[pytest.Item]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Hide files that are not read yet from the choice by markers, which they have none of."""
+    config.stash[_TURNS] = [item for item in items if isinstance(item, Turn)]
+    items[:] = [item for item in items if not isinstance(item, Turn)]
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)
+def pytest_show_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [*config.stash[_TURNS], *items]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if not isinstance(item, Turn):

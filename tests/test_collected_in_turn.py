@@ -73,6 +73,13 @@ def test_a_file_without_tests_to_run_keeps_nothing_of_the_one_before(tmp_path: P
 
 
 @pytest.mark.slow
+def test_slow_tests_alone_are_asked_for(folder: Path) -> None:
+    (folder / "test_breaks.py").unlink()
+    _, line = run(folder, "-m", "slow")
+    assert "1 failed, 1 skipped in" in line
+
+
+@pytest.mark.slow
 def test_tests_are_asked_for_by_name(folder: Path) -> None:
     status, line = run(folder, "test_fails.py::test_after", "test_passes.py::test_it")
     assert status == pytest.ExitCode.OK
