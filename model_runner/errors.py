@@ -8,6 +8,7 @@
     ├── UnsupportedOptionError   a dtype or device that is unknown, or not on this machine
     ├── DependencyError          a package has changed in what is used of it
     └── NonFiniteLogitsError     a row of logits has nothing to sample
+        └── NothingAllowedError  as all its tokens are forbidden
 """
 
 from __future__ import annotations
@@ -38,3 +39,7 @@ class NonFiniteLogitsError(ModelRunnerError):
 
     Never raised: it stands in the place of the row's token, and the other rows have theirs.
     """
+
+
+class NothingAllowedError(NonFiniteLogitsError):
+    """Each token of the row is banned, or impossible."""

@@ -49,12 +49,13 @@ from kvrelay.engine.executor.step_batch import (
     make_batch,
     stage,
 )
-from kvrelay.engine.executor.token_rules import restrict, rules_of
+from kvrelay.engine.executor.token_rules import rules_of
 from kvrelay.engine.executor.token_state import UNKNOWN, PendingToken, TokenState
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.errors import NonFiniteLogitsError, NothingAllowedError
 from kvrelay.model_runner.sampling.prompt_scores import (
     Bring,
     DeviceScoring,
@@ -79,6 +80,7 @@ from kvrelay.wire.speeds import NO_WORK, StepWork
 logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
+_NOTHING_LEFT: Final = "all that the request forbids, and its form, leave no token to sample"
 _NO_SAMPLING: Final = HostSampling(())
 """The sampling of a step that computes nothing."""
 _NO_ROWS: Final[Mapping[int, int]] = {}
@@ -351,11 +353,10 @@ class ModelExecutor:
 
     def _launch_sampling(self, launched: LaunchedForward[RequestT]) -> None:
         """Launch the sampling behind the forward, and the copies of the results to the host."""
-        launched.allowed = launched.masks.wait()
+        launched.allowed = self._with_rules(launched)
         for place, row in launched.masked:
             allowed = launched.allowed.get(place)
             row.allowed = None if isinstance(allowed, GrammarError) else allowed
-        self._restrict(launched)
         if launched.live:
             self._streams.forward.launch(launched.sample)
         results = self._streams.results
@@ -376,19 +377,21 @@ class ModelExecutor:
             for item, draft in zip(items, drafts, strict=True)
         ]
 
-    def _restrict(self, launched: LaunchedForward[RequestT]) -> None:
-        """Put the rules of clients into the masks."""
-        if self._masks is None:
-            return
-        for place, row in launched.masked:
-            item = launched.items[place]
-            has_failed = isinstance(launched.allowed.get(place), GrammarError)
-            if not item.has_token_rules or has_failed or item.token_state.broken is not None:
+    def _with_rules(self, launched: LaunchedForward[RequestT]) -> Mapping[int, Allowed]:
+        """Wait for the masks of grammars, and put the rules of clients into them."""
+        allowed = launched.masks.wait()
+        ruled = [place for place, item in enumerate(launched.items) if item.has_token_rules]
+        if self._masks is None or not ruled:
+            return allowed
+        both = dict(allowed)
+        for place in ruled:
+            state, other = launched.items[place].token_state, both.get(place)
+            if isinstance(other, GrammarError) or state.broken is not None:
                 continue
-            draft, size = launched.drafts[place], self._masks.vocab_size
-            masks = restrict(item, row, draft, row.allowed, size)
-            launched.allowed = {**launched.allowed, place: masks}
-            row.allowed = None if isinstance(masks, GrammarError) else masks
+            rules = rules_of(state, self._masks.vocab_size)
+            masks = rules.masks(state.known_output_ids, launched.drafts[place])
+            both[place] = masks if other is None else masks & other
+        return both
 
     def _make_scoring(self, items: Items, rows: LogitRows) -> PromptScoring | None:
         """The scoring of the items' chunks whose clients ask for it; None: there are none."""
@@ -515,9 +518,18 @@ def _read(
     tokens = [token for token in sampled if isinstance(token, SampledToken)]
     if len(tokens) < len(sampled):
         errors = [token for token in sampled if not isinstance(token, SampledToken)]
-        state.broken = errors[0]
+        state.broken = _cause_of(errors[0], launched.allowed.get(index))
     _add_tokens(state, tokens, launched.places[index])
     return StepOutput(tokens, state.broken, len(launched.drafts[index]), scores)
+
+
+def _cause_of(
+    error: NonFiniteLogitsError | GrammarError, allowed: Allowed | None
+) -> NonFiniteLogitsError | GrammarError:
+    """The error of an item, which is the request's own if its masks have left no token."""
+    if isinstance(error, NothingAllowedError) and allowed is not None:
+        return GrammarError(_NOTHING_LEFT)
+    return error
 
 
 def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -> None:

@@ -11,17 +11,12 @@ from typing import Final
 
 import numpy as np
 
-from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
-from kvrelay.model_runner.sampling.sampler import SamplingRow, TokenMasks
-from kvrelay.text.grammar import GrammarError
+from kvrelay.model_runner.sampling.sampler import TokenMasks
 from kvrelay.wire.submit import BannedSequence
 
 _MADE: Final = 4
 """The latest rules that are kept, for the other choices of their requests."""
-_NOTHING_LEFT: Final = (
-    "allowed_token_ids, banned sequences and what else the request asks for leave no token"
-)
 
 
 class TokenRules:
@@ -60,11 +55,10 @@ class TokenRules:
         return masks.view(np.int32)
 
     def cut(self, output_ids: Sequence[int], draft_ids: Sequence[int]) -> Sequence[int]:
-        """Cut drafts before the first that is banned, or that leaves no token behind it."""
+        """Cut drafts before the first that is banned."""
         masks = self.masks(output_ids, draft_ids).view(np.uint32)
         for count, token_id in enumerate(draft_ids):
-            is_allowed = masks[count, token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1)
-            if not is_allowed or not masks[count + 1].any():
+            if not masks[count, token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1):
                 return draft_ids[:count]
         return draft_ids
 
@@ -85,31 +79,3 @@ def rules_of(state: TokenState, vocab_size: int) -> TokenRules:
 
 _made_rules = lru_cache(_MADE)(TokenRules)
 
-
-def restrict(
-    item: Scheduled[object],
-    row: SamplingRow,
-    draft_ids: Sequence[int],
-    allowed: TokenMasks | None,
-    vocab_size: int,
-) -> TokenMasks | GrammarError:
-    """Return the masks of an item by its rules and by its grammar.
-
-    Args:
-        item: an item that has rules; all tokens of its output are known.
-        row: its next token's, with the tokens that are banned for a while.
-        draft_ids: its drafts.
-        allowed: its grammar's masks; None: it has none.
-        vocab_size: the tokens of the vocabulary.
-
-    Returns:
-        the masks, or the error of a request that leaves no token.
-    """
-    state = item.token_state
-    masks = rules_of(state, vocab_size).masks(state.known_output_ids, draft_ids)
-    if allowed is not None:
-        masks &= allowed
-    left = masks[0].view(np.uint32).copy()
-    for token_id in row.banned_ids if row.banned_for > 0 else ():
-        left[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-    return masks if left.any() else GrammarError(_NOTHING_LEFT)
