@@ -66,7 +66,7 @@ def _activation(config: ConfigFile, options: DecoderOptions) -> Activation:
     expected = options.activation
     activation = config.text(options.activation_field, expected)
     if activation != expected:
-        raise config.error(
+        raise config.not_native(
             options.activation_field, f"must be {expected.value!r}, got {activation!r}"
         )
     return expected
