@@ -52,9 +52,8 @@ def read_config(folder: Path) -> ModelConfig:
         pre_norms=options.has_pre_norms,
         post_norms=options.has_post_norms,
         add_unit_offset=options.adds_unit_offset,
-        embedding_scale=hidden_size**0.5
-        if options.scales_embeddings
-        else _multiplier(config, options, "embedding_multiplier"),
+        embedding_scale=hidden_size**0.5 if options.scales_embeddings else 1.0,
+        embedding_multiplier=_multiplier(config, options, "embedding_multiplier"),
         residual_multiplier=_multiplier(config, options, "residual_multiplier"),
         logits_scaling=_multiplier(config, options, "logits_scaling"),
         final_logit_softcapping=_softcap(config, options, "final_logit_softcapping"),
