@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -265,7 +266,10 @@ def _blocks(place: str, content: Any) -> Iterator[tuple[str, Object]]:
 
 
 def _call(place: str, block: Object) -> Object:
-    function = {"name": _text(block, "name", place), "arguments": block.get("input") or {}}
+    given = block.get("input") or {}
+    if not isinstance(given, str | dict):  # a model may have written a list: it can be sent back
+        given = json.dumps(given)
+    function = {"name": _text(block, "name", place), "arguments": given}
     return {"id": _text(block, "id", place), "type": "function", "function": function}
 
 
