@@ -112,23 +112,19 @@ class Retention:
         """
         now = self._clock()
         for retained in list(self._tenants.values()):
-            while retained.tokens and (
-                retained.tokens * len(self._tenants) > self._most_tokens
-                or retained.next_end() <= now
-            ):
-                node = retained.pop()
-                self.drop(node)
-                yield node
+            while retained.next_end() <= now:
+                yield self._end_first(retained)
+        # Those whose time has ended have no part any more.
+        for retained in list(self._tenants.values()):
+            while retained.tokens * len(self._tenants) > self._most_tokens:
+                yield self._end_first(retained)
 
     def give_up(self) -> RadixNode:
         """End the retention that ends first, of the tenant that retains most: nothing else is left.
 
         Something must be retained.
         """
-        most = max(self._tenants.values(), key=lambda retained: retained.tokens)
-        node = most.pop()
-        self.drop(node)
-        return node
+        return self._end_first(max(self._tenants.values(), key=lambda retained: retained.tokens))
 
     def audit(self, nodes: Iterator[RadixNode]) -> None:
         """Raise `ConservationError` if the nodes of the index retain other tokens than counted."""
@@ -140,6 +136,11 @@ class Retention:
         counted = {name: (one.tokens, one.nodes) for name, one in self._tenants.items()}
         if found != counted:
             raise ConservationError(f"retained {counted}, in truth {found}")
+
+    def _end_first(self, retained: _Retained) -> RadixNode:
+        node = retained.pop()
+        self.drop(node)
+        return node
 
     def _count(self, node: RadixNode, sign: int) -> None:
         retained = self._tenants.setdefault(node.retained_by, _Retained())

@@ -100,6 +100,14 @@ def test_a_tenant_retains_its_part_and_no_more() -> None:
     assert cache.has(7, 8, 9, of="b")
 
 
+def test_a_tenant_whose_time_has_ended_takes_no_part() -> None:
+    cache = Cache(6)
+    cache.put(1, 2, 3, 4, 5, 6, of="a", seconds=10 * MINUTE)
+    cache.put(7, of="b", seconds=MINUTE)
+    cache.now += 2 * MINUTE
+    assert cache.tree.retained_tokens() == 6
+
+
 def test_without_a_share_nothing_is_retained() -> None:
     cache = Cache(0)
     cache.put(1, 2, 3, seconds=MINUTE)
