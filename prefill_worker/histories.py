@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _FADES = 0.95
 """The factor on the expected overhead of reads after each read that it has prevented."""
+_REMEMBERED = 8
+"""The last reads of which the least overhead is expected."""
 
 
 class Histories:
@@ -74,6 +77,7 @@ class Histories:
         self._on_valid = on_valid
         self._fail = fail
         self._overhead_seconds = 0.0
+        self._overheads: deque[float] = deque(maxlen=_REMEMBERED)
         self._met: set[str] = set()
         """The decode workers that were read from: the first read also connects."""
 
@@ -172,12 +176,13 @@ class Histories:
     def _learn(self, load: HistoryLoad) -> None:
         """Learn the time that messages took beside the read.
 
-        The estimate fades while it prevents reads. A peer's first read does not count, because it
-        connects the two.
+        The estimate fades while it prevents reads, and the next read corrects it. A peer's first
+        read does not count, because it connects the two.
         """
         if load.pull.peer in self._met:
             took = time.monotonic() - load.begun - load.pull.seconds
-            self._overhead_seconds = max(min(took, self._overhead_seconds or took), 0.0)
+            self._overheads.append(max(took, 0.0))
+            self._overhead_seconds = min(self._overheads)
         self._met.add(load.pull.peer)
 
     def forget(self, incarnation: str) -> None:
@@ -196,7 +201,7 @@ class Histories:
                 self._fail_load(request, FailureReason.READ_FAILED, error)
 
     def _seconds_to_read(self, history: History, pages: int) -> float:
-        """Estimate the seconds of a read, with the least overhead of messages so far."""
+        """Estimate the seconds of a read, with the least overhead of the last ones."""
         if not history.bytes_per_second:
             return self._overhead_seconds
         return self._overhead_seconds + pages * self._agent.page_bytes / history.bytes_per_second

@@ -6,6 +6,7 @@ The decode worker has a session's pages, or those of the last answer in its pref
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -252,6 +253,22 @@ def test_a_history_that_is_computed_sooner_is_not_read() -> None:
     prefill.context.speed_learner.speeds = StepSpeeds(0.001, 0.001, prompts_known=True)
     talk(session, DELTA, 6, place=(prefill, decode))
     assert (reads(prefill, "not_needed"), read_from(simulation, decode)) == (1, 0)
+    finish(simulation, session)
+
+
+def test_a_read_corrects_an_expectation_that_has_faded() -> None:
+    """Else ever shorter answers are read, each later than it would be computed."""
+    simulation, session, prefill, decode = begun()
+    histories = prefill.scheduler._histories
+    histories._met.add(decode.name)
+    histories._overhead_seconds = 1e-6
+    go_on = withhold(simulation, Released)
+    turn = say(session)
+    step_until(simulation, lambda: state(turn) is PrefillState.LOADED)
+    time.sleep(0.02)
+    go_on()
+    simulation.run()
+    assert histories._overhead_seconds >= 0.02
     finish(simulation, session)
 
 
