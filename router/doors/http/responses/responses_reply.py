@@ -28,7 +28,7 @@ _CODES: Final = {429: "rate_limit_exceeded"}
 
 _MOST_ECHOED: Final = 256 << 10
 """The longest beginning that repeats what the call has brought: a stream has it three times."""
-_UNTOLD: Final = {
+_UNTOLD: Final[dict[str, Any]] = {
     "instructions": None,
     "metadata": {},
     "text": {"format": {"type": "text"}},
