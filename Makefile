@@ -112,7 +112,7 @@ test-all: $(READY) ## run all tests; those of other people's tools need make too
 	$(call tests)
 
 .PHONY: tools-env
-tools-env: $(READY) ## make the environments of aiperf, guidellm, lm-eval and agents, for make test-all (4 GB)
+tools-env: $(READY) ## make the environments of aiperf, guidellm, lm-eval, agents and clients, for make test-all (4 GB)
 	$(BIN)/python -m tests.tools.environments
 
 # What a machine with a GPU has: Python 3.12 and torch 2.11.

@@ -160,7 +160,11 @@ class NodeEnvironment(Environment):
 
     def command(self, name: str) -> Path:
         """One of its commands; skips the test if the environment is not there."""
-        return super().command(name).parents[1] / "node_modules" / ".bin" / name
+        return self.packages() / ".bin" / name
+
+    def packages(self) -> Path:
+        """The folder to import from; skips the test if the environment is not there."""
+        return super().command("node").parents[1] / "node_modules"
 
     def _create(self, seconds: float) -> None:
         if shutil.which("npm") is None:
@@ -252,8 +256,22 @@ GUIDELLM: Final = Environment.of("guidellm", needs_torch=True)
 LM_EVAL: Final = Environment.of("lm-eval", needs_torch=True)
 CLAUDE_CODE: Final = NodeEnvironment.of("claude-code")
 CODEX: Final = NodeEnvironment.of("codex")
+AI_SDK: Final = NodeEnvironment.of("ai-sdk")
+CLIENTS: Final = Environment.of("clients")
+INSTRUCTOR: Final = Environment.of("instructor")
+"""Its pins of jiter and anthropic exclude those of the other clients."""
 OPENAI_AGENTS: Final = Environment.of("openai-agents")
-ENVIRONMENTS: Final = (AIPERF, GUIDELLM, LM_EVAL, CLAUDE_CODE, CODEX, OPENAI_AGENTS)
+ENVIRONMENTS: Final = (
+    AIPERF,
+    GUIDELLM,
+    LM_EVAL,
+    CLAUDE_CODE,
+    CODEX,
+    OPENAI_AGENTS,
+    CLIENTS,
+    INSTRUCTOR,
+    AI_SDK,
+)
 GPU: Final = Environment.of_gpu()
 
 
