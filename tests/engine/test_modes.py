@@ -76,7 +76,8 @@ def in_little_memory(page_size: int, **mode: Any) -> Simulation:
 def test_a_step_has_few_rows_where_many_prompts_have_many_choices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    num_rows, launch = [], CountingModel.launch
+    num_rows: list[int] = []
+    launch = CountingModel.launch
 
     def count_rows(model: CountingModel, batch: ForwardBatch) -> torch.Tensor:
         num_rows.append(len(batch.logit_rows))
