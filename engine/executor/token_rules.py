@@ -36,8 +36,10 @@ class TokenRules:
     ) -> None:
         allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
         allowed[list(allowed_ids) or slice(vocab_size)] = True
-        self._ends: dict[int, list[tuple[Sequence[int], int]]] = {}
+        self._ends: dict[int, list[tuple[list[int], int]]] = {}
         """Banned tokens by the one before them, each with all that are before it."""
+        self.reach = max([len(banned.ids) for banned in sequences], default=1) - 1
+        """The most tokens before one that matter for it."""
         for banned in sequences:
             *before, last = banned.ids
             if before:
@@ -47,7 +49,12 @@ class TokenRules:
         self._allowed = np.packbits(allowed, bitorder="little").view(np.uint32)
 
     def masks(self, output_ids: Sequence[int], draft_ids: Sequence[int]) -> TokenMasks:
-        """Return the masks of the output's next token, and of the one after each draft."""
+        """Return the masks of the output's next token, and of the one after each draft.
+
+        Args:
+            output_ids: the output, of which the last `reach` tokens are enough.
+            draft_ids: the drafts.
+        """
         masks = np.repeat(self._allowed[None], len(draft_ids) + 1, axis=0)
         for count in range(len(masks)) if self._ends else ():
             for token_id in self._banned_behind([*output_ids, *draft_ids[:count]]):
@@ -62,10 +69,10 @@ class TokenRules:
                 return draft_ids[:count]
         return draft_ids
 
-    def _banned_behind(self, token_ids: Sequence[int]) -> Iterator[int]:
+    def _banned_behind(self, token_ids: list[int]) -> Iterator[int]:
         """Yield the tokens that would end a banned sequence of two or more."""
         for before, last in self._ends.get(token_ids[-1], ()) if token_ids else ():
-            if tuple(token_ids[-len(before) :]) == tuple(before):
+            if token_ids[-len(before) :] == before:
                 yield last
 
 
@@ -78,4 +85,3 @@ def rules_of(state: TokenState, vocab_size: int) -> TokenRules:
 
 
 _made_rules = lru_cache(_MADE)(TokenRules)
-
