@@ -202,8 +202,8 @@ def test_after_a_failed_read_others_compute_what_they_are_lent_for_a_while() -> 
     prefill.inbox.post(PeerDied(decode.name))  # so that the fences pass
     simulation.run()
     assert not avoided
-    for until, valid in ((until, 0), (0.0, 1)):
-        avoided[decode.name] = until
+    for end, valid in ((until, 0), (0.0, 1)):
+        avoided[decode.name] = end
         talk(other, DELTA, OUTPUT, place=(prefill, decode))
         assert (reads(prefill, "failed"), reads(prefill, "valid")) == (1, valid)
     finish(simulation)
