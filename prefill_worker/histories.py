@@ -44,6 +44,9 @@ _FADES = 0.95
 """The factor on the expected overhead of reads after each read that it has prevented."""
 _REMEMBERED = 8
 """The last reads of which the least overhead is expected."""
+_AVOIDED_SECONDS = 60.0
+"""The time after a failed read in which nothing more is read from that decode worker. Each failed
+read costs a request an attempt, and keeps its pages in quarantine."""
 
 
 class Histories:
@@ -80,6 +83,8 @@ class Histories:
         self._overheads: deque[float] = deque(maxlen=_REMEMBERED)
         self._met: set[str] = set()
         """The decode workers that were read from: the first read also connects."""
+        self._avoided_until: dict[str, float] = {}
+        """The decode workers whose last read has failed, and until when nothing is read there."""
 
     def take(self, request: PrefillRequest, grant: Grant) -> None:
         """Note the history that a grant lends; `ProtocolError` if it is no part of the prompt."""
@@ -105,7 +110,7 @@ class Histories:
             Whether they are read: `on_valid` is called later. If not, nothing has changed.
         """
         history, held, stream = request.history, request.held, request.stream
-        if history is None or stream is None:
+        if history is None or stream is None or self._avoids(stream.decode_incarnation):
             return False
         page_size = held.page_size
         first = held.kv_committed_len // page_size
@@ -188,6 +193,7 @@ class Histories:
     def forget(self, incarnation: str) -> None:
         """Forget a decode worker that is dead."""
         self._met.discard(incarnation)
+        self._avoided_until.pop(incarnation, None)
 
     def fail_stuck(self) -> None:
         """End the requests whose reads do not end."""
@@ -199,6 +205,10 @@ class Histories:
             if now - load.begun > self._slowest:
                 error = f"a read has not ended for {self._slowest:g} s"
                 self._fail_load(request, FailureReason.READ_FAILED, error)
+
+    def _avoids(self, incarnation: str) -> bool:
+        """Whether a read from a decode worker has failed a short while ago."""
+        return time.monotonic() < self._avoided_until.get(incarnation, 0.0)
 
     def _seconds_to_read(self, history: History, pages: int) -> float:
         """Estimate the seconds of a read, with the least overhead of the last ones."""
@@ -242,4 +252,7 @@ class Histories:
 
     def _fail_load(self, request: PrefillRequest, cause: FailureReason, error: str) -> None:
         self._context.metrics.count(HISTORY_READS, outcome="failed")
+        if cause is FailureReason.READ_FAILED and request.stream is not None:
+            peer = request.stream.decode_incarnation
+            self._avoided_until[peer] = time.monotonic() + _AVOIDED_SECONDS
         self._fail(request, cause, error)

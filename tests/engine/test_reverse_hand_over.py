@@ -187,6 +187,28 @@ def test_an_attempt_after_a_failed_read_is_lent_nothing() -> None:
     finish(simulation, session)
 
 
+def test_after_a_failed_read_others_compute_what_they_are_lent_for_a_while() -> None:
+    """One request pays for a peer that cannot be read, not every one."""
+    simulation, conversation, prefill, decode = begun(is_session=False)
+    other = Conversation(simulation, "other", is_session=False)
+    talk(other, [5, *FIRST], OUTPUT, place=(prefill, decode))
+    turn = say(conversation)
+    step_until(simulation, lambda: state(turn) is PrefillState.LOADING)
+    simulation.fail_read()
+    step_until(simulation, lambda: reads(prefill, "failed") == 1)
+    avoided = prefill.scheduler._histories._avoided_until
+    until = avoided[decode.name]
+    assert until > time.monotonic()
+    prefill.inbox.post(PeerDied(decode.name))  # so that the fences pass
+    simulation.run()
+    assert not avoided
+    for end, valid in ((until, 0), (0.0, 1)):
+        avoided[decode.name] = end
+        talk(other, DELTA, OUTPUT, place=(prefill, decode))
+        assert (reads(prefill, "failed"), reads(prefill, "valid")) == (1, valid)
+    finish(simulation)
+
+
 def test_pages_that_differ_fail_the_attempt() -> None:
     simulation, session, prefill, decode = begun(verify_pages=VerifyPages.ALL)
     turn = say(session)
