@@ -80,7 +80,7 @@ async def told_by(folder: Path, *command: str | Path) -> set[tuple[str, str]]:
         (CLIENTS, "by_openai.py", ALL),
         (CLIENTS, "by_anthropic.py", ALL),
         (CLIENTS, "by_litellm.py", ALL),
-        (CLIENTS, "by_langchain.py", ALL - {"thought"}),
+        (CLIENTS, "by_langchain.py", ALL),
         (CLIENTS, "by_pydantic_ai.py", ALL),
         (INSTRUCTOR, "by_instructor.py", {"call", "river"}),
     ],

@@ -1,4 +1,4 @@
-"""LangChain's chat models of OpenAI's and Anthropic's APIs: a chat with a tool, and a form."""
+"""LangChain's chat models of OpenAI's APIs and Anthropic's: a chat with a tool, and a form."""
 
 from functools import reduce
 from operator import add
@@ -21,6 +21,9 @@ def main(way: str, model: Any, forms: list[str]) -> None:
     said = ask(tools, messages)
     [call] = said.tool_calls
     tell(way, "call", call["args"])
+    for thought in [block.get("reasoning") for block in said.content_blocks]:
+        if thought is not None:
+            tell(way, "thought", thought)
     result = ToolMessage(weather(**call["args"]), tool_call_id=call["id"])
     tell(way, "answer", ask(tools, [*messages, said, result]).text)
     for form in forms:
@@ -29,14 +32,12 @@ def main(way: str, model: Any, forms: list[str]) -> None:
         tell(way, "river", last)
 
 
+openai: dict[str, Any] = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "any"}
+responses = {**openai, "use_responses_api": True}
+anthropic: dict[str, Any] = {"model": CLAUDE, "base_url": URL, "api_key": "any"}
+thinking = {**anthropic, "max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
 for way in ("whole", "streamed"):
-    main(
-        way,
-        ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=60),
-        ["json_schema", "function_calling", "json_mode"],
-    )
-    main(
-        way,
-        ChatAnthropic(model=CLAUDE, base_url=URL, api_key="any", max_retries=0, timeout=60),
-        ["json_schema", "function_calling"],
-    )
+    main(way, ChatOpenAI(**openai), ["json_schema", "function_calling", "json_mode"])
+    main(way, ChatOpenAI(**responses), ["json_schema", "function_calling"])
+    main(way, ChatAnthropic(**anthropic), ["json_schema", "function_calling"])
+    main(way, ChatAnthropic(**thinking), ["json_schema"])
