@@ -386,8 +386,9 @@ class ModelExecutor:
         both = dict(allowed)
         for place, item in enumerate(launched.items):
             state, other = item.token_state, both.get(place)
-            has_failed = isinstance(other, GrammarError) or state.broken is not None
-            if has_failed or not item.has_token_rules:
+            if isinstance(other, GrammarError) or state.broken is not None:
+                continue
+            if not item.has_token_rules:
                 continue
             rules = rules_of(state, self._masks.vocab_size)
             masks = rules.masks(_reached(state, rules), launched.drafts[place])
