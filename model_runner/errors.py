@@ -4,10 +4,11 @@
 
     ModelRunnerError
     ├── CheckpointError          the files of a model are not usable
-    │   └── UnknownArchitectureError   no decoder of ours runs it
+    │   └── NotNativeError       no decoder of ours computes it
     ├── UnsupportedOptionError   a dtype or device that is unknown, or not on this machine
     ├── DependencyError          a package has changed in what is used of it
     └── NonFiniteLogitsError     a row of logits has nothing to sample
+        └── NothingAllowedError  as all its tokens are forbidden
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class CheckpointError(ModelRunnerError):
     """A checkpoint is missing something, broken or not supported: one line that names the file."""
 
 
-class UnknownArchitectureError(CheckpointError):
-    """An architecture that no decoder of ours runs."""
+class NotNativeError(CheckpointError):
+    """An architecture, or a variant of one, that no decoder of ours computes."""
 
 
 class UnsupportedOptionError(ModelRunnerError):
@@ -38,3 +39,7 @@ class NonFiniteLogitsError(ModelRunnerError):
 
     Never raised: it stands in the place of the row's token, and the other rows have theirs.
     """
+
+
+class NothingAllowedError(NonFiniteLogitsError):
+    """Each token of the row is banned, or impossible."""

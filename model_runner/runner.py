@@ -36,7 +36,7 @@ from kvrelay.model_runner.config.kv_scale import KVScale
 from kvrelay.model_runner.config.model_code import ModelCode
 from kvrelay.model_runner.config.model_config import MLAConfig, ModelConfig
 from kvrelay.model_runner.config.moe_backend import MoEBackend
-from kvrelay.model_runner.errors import UnknownArchitectureError, UnsupportedOptionError
+from kvrelay.model_runner.errors import NotNativeError, UnsupportedOptionError
 from kvrelay.model_runner.graphs.capture import Capture, CudaCapture
 from kvrelay.model_runner.graphs.decode_graphs import DecodeGraphs
 from kvrelay.model_runner.layers.batch_invariant import check_invariant
@@ -558,7 +558,7 @@ def read_model(folder: Path, code: ModelCode) -> ModelConfig | TransformersConfi
         return read_transformers_config(folder)
     try:
         return read_config(folder)
-    except UnknownArchitectureError:
+    except NotNativeError:
         if code is ModelCode.NATIVE:
             raise
         return read_transformers_config(folder)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -41,6 +42,11 @@ logger = logging.getLogger(__name__)
 
 _FADES = 0.95
 """The factor on the expected overhead of reads after each read that it has prevented."""
+_REMEMBERED = 8
+"""The last reads of which the least overhead is expected."""
+_AVOIDED_SECONDS = 60.0
+"""The time after a failed read in which nothing more is read from that decode worker. Each failed
+read costs a request an attempt, and keeps its pages in quarantine."""
 
 
 class Histories:
@@ -74,8 +80,11 @@ class Histories:
         self._on_valid = on_valid
         self._fail = fail
         self._overhead_seconds = 0.0
+        self._overheads: deque[float] = deque(maxlen=_REMEMBERED)
         self._met: set[str] = set()
         """The decode workers that were read from: the first read also connects."""
+        self._avoided_until: dict[str, float] = {}
+        """The decode workers whose last read has failed, and until when nothing is read there."""
 
     def take(self, request: PrefillRequest, grant: Grant) -> None:
         """Note the history that a grant lends; `ProtocolError` if it is no part of the prompt."""
@@ -101,7 +110,7 @@ class Histories:
             Whether they are read: `on_valid` is called later. If not, nothing has changed.
         """
         history, held, stream = request.history, request.held, request.stream
-        if history is None or stream is None:
+        if history is None or stream is None or self._avoids(stream.decode_incarnation):
             return False
         page_size = held.page_size
         first = held.kv_committed_len // page_size
@@ -172,17 +181,19 @@ class Histories:
     def _learn(self, load: HistoryLoad) -> None:
         """Learn the time that messages took beside the read.
 
-        The estimate fades while it prevents reads. A peer's first read does not count, because it
-        connects the two.
+        The estimate fades while it prevents reads, and the next read corrects it. A peer's first
+        read does not count, because it connects the two.
         """
         if load.pull.peer in self._met:
             took = time.monotonic() - load.begun - load.pull.seconds
-            self._overhead_seconds = max(min(took, self._overhead_seconds or took), 0.0)
+            self._overheads.append(max(took, 0.0))
+            self._overhead_seconds = min(self._overheads)
         self._met.add(load.pull.peer)
 
     def forget(self, incarnation: str) -> None:
         """Forget a decode worker that is dead."""
         self._met.discard(incarnation)
+        self._avoided_until.pop(incarnation, None)
 
     def fail_stuck(self) -> None:
         """End the requests whose reads do not end."""
@@ -195,8 +206,12 @@ class Histories:
                 error = f"a read has not ended for {self._slowest:g} s"
                 self._fail_load(request, FailureReason.READ_FAILED, error)
 
+    def _avoids(self, incarnation: str) -> bool:
+        """Whether a read from a decode worker has failed a short while ago."""
+        return time.monotonic() < self._avoided_until.get(incarnation, 0.0)
+
     def _seconds_to_read(self, history: History, pages: int) -> float:
-        """Estimate the seconds of a read, with the least overhead of messages so far."""
+        """Estimate the seconds of a read, with the least overhead of the last ones."""
         if not history.bytes_per_second:
             return self._overhead_seconds
         return self._overhead_seconds + pages * self._agent.page_bytes / history.bytes_per_second
@@ -237,4 +252,7 @@ class Histories:
 
     def _fail_load(self, request: PrefillRequest, cause: FailureReason, error: str) -> None:
         self._context.metrics.count(HISTORY_READS, outcome="failed")
+        if cause is FailureReason.READ_FAILED and request.stream is not None:
+            peer = request.stream.decode_incarnation
+            self._avoided_until[peer] = time.monotonic() + _AVOIDED_SECONDS
         self._fail(request, cause, error)

@@ -37,8 +37,11 @@ class Turn(pytest.Item):
             nextitem: what comes afterwards, by which pytest tells which fixtures to keep.
         """
         session, place = self.session, self.session.items.index(self)
+        tests = self._collect_tests()
+        if not tests:  # what the file before has kept for this one ends
+            session._setupstate.teardown_exact(nextitem)
         try:
-            for item, following in pairwise([*self._collect_tests(), nextitem]):
+            for item, following in pairwise([*tests, nextitem]):
                 assert item is not None
                 session.items[place] = item  # whose reports xdist expects
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -98,6 +101,20 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         return None
     file: FileInTurn = FileInTurn.from_parent(parent, path=module_path)
     return file
+
+
+_TURNS = pytest.StashKey[list[pytest.Item]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Hide files that are not read yet from the choice by markers, which they have none of."""
+    config.stash[_TURNS] = [item for item in items if isinstance(item, Turn)]
+    items[:] = [item for item in items if not isinstance(item, Turn)]
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)
+def pytest_show_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [*config.stash[_TURNS], *items]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -60,6 +60,26 @@ def test_all_that_happens_in_files_is_told(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_without_tests_to_run_keeps_nothing_of_the_one_before(tmp_path: Path) -> None:
+    never = "import pytest\npytestmark = pytest.mark.slow\ndef test_it(): pass"
+    for name, text in {"a/test_a": FILES["goes_on"], "a/test_b": never, "c/test_c": never}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/test_d.py").write_text(FILES["goes_on"])
+    status, line = run(tmp_path, "-n", "1")
+    assert status == pytest.ExitCode.OK
+    assert "2 passed in" in line
+
+
+@pytest.mark.slow
+def test_slow_tests_alone_are_asked_for(folder: Path) -> None:
+    (folder / "test_breaks.py").unlink()
+    _, line = run(folder, "-m", "slow")
+    assert "1 failed, 1 skipped in" in line
+
+
+@pytest.mark.slow
 def test_tests_are_asked_for_by_name(folder: Path) -> None:
     status, line = run(folder, "test_fails.py::test_after", "test_passes.py::test_it")
     assert status == pytest.ExitCode.OK

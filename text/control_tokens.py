@@ -30,7 +30,8 @@ class ControlTokens:
     """The control tokens of a tokenizer and a chat template.
 
     These are the tokenizer's special tokens, and others that are added to its vocabulary and that
-    the template writes, such as ``<tool_call>``.
+    the template writes, such as ``<tool_call>``. White space is none, as some vocabularies have it
+    for code and templates for their own layout.
 
     Args:
         tokenizer: the model's.
@@ -39,7 +40,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         added = tokenizer.get_added_tokens_decoder()
-        long = [one for one in added.values() if len(one.content) >= _LEAST_CHARACTERS]
+        long = [one for one in added.values() if len(one.content.strip()) >= _LEAST_CHARACTERS]
         special = [one.content for one in long if one.special]
         written = [one.content for one in long if not one.special and one.content in template]
         self._everywhere = _Parting([*special, *written])

@@ -23,7 +23,7 @@ from llguidance.numpy import (
 )
 
 from kvrelay.engine.executor.grammar_progress import GrammarProgress
-from kvrelay.engine.executor.reasoning_masks import ReasoningMasks, allow, forbid
+from kvrelay.engine.executor.reasoning_masks import ReasoningMasks, allow
 from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
 from kvrelay.model_runner.sampling.sampler import TokenMasks
@@ -138,7 +138,7 @@ class GrammarMasks:
             return None
         if state.thinking is None:
             state.thinking = self._reasoning_masks.begin(reasoning)
-        state.thinking.follow(state.known_output_ids)
+        state.thinking.follow(state.known_output(state.thinking.num_tokens))
         return state.thinking
 
     def _progress(self, state: TokenState) -> GrammarProgress:
@@ -146,10 +146,9 @@ class GrammarMasks:
         grammar = state.grammar
         if grammar is None or grammar.is_spent:
             grammar = state.grammar = self._renewed(state, grammar)
-        if state.thinking is None:
-            grammar.follow(state.known_output_ids)
-        elif state.thinking.follows_at is not None:
-            grammar.follow(state.known_output_ids[state.thinking.follows_at :])
+        begin = 0 if state.thinking is None else state.thinking.follows_at
+        if begin is not None:
+            grammar.follow(state.known_output(begin + grammar.num_tokens))
         return grammar
 
     def _renewed(self, state: TokenState, before: GrammarProgress | None) -> GrammarProgress:
@@ -277,9 +276,10 @@ class GrammarMasks:
                 row[:] = 0
                 allow(row, [forced])
             elif has_form:
-                forbidden = reasoning.that_say_more(now, state.params)
-                forbid(row, forbidden)
-                is_masked = is_masked or bool(forbidden)
+                kept = reasoning.that_say_no_more(now, state.params)
+                if kept is not None:
+                    row &= kept
+                    is_masked = True
             is_masked = is_masked or forced is not None
             if count < len(draft_ids):
                 now.push(draft_ids[count])

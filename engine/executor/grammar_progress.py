@@ -40,7 +40,8 @@ class GrammarProgress:
         self.matcher = matcher
         self.successor: Future[CompiledGrammar] | None = None
         """The same grammar while it is compiled anew, held so that it is there later."""
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """The tokens of the output that it has followed."""
 
     @property
     def error(self) -> str:
@@ -60,7 +61,7 @@ class GrammarProgress:
         """
         if self._is_shared:
             return _FULL in self.error or _OF_LEXER in self.error
-        most = _FULL_AT_ONCE + self._num_tokens // _TOKENS_A_LEXER
+        most = _FULL_AT_ONCE + self.num_tokens // _TOKENS_A_LEXER
         return _FULL in self.error and self.num_filled < most
 
     @property
@@ -68,13 +69,13 @@ class GrammarProgress:
         """Whether other outputs have, or had, the same lexer."""
         return self.compiled.num_matchers > 1
 
-    def follow(self, output_ids: Sequence[int]) -> None:
-        """Consume the tokens that are new. Tokens after the grammar's end do not count."""
-        for token_id in output_ids[self._num_tokens :]:
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Consume the next tokens. Those after the grammar's end do not count."""
+        for token_id in token_ids:
             if self.matcher.is_stopped():  # at its end, or in error
                 break
             self.matcher.consume_token(token_id)
-        self._num_tokens = len(output_ids)
+        self.num_tokens += len(token_ids)
 
     def num_allowed(self, draft_ids: Sequence[int]) -> int:
         """Count the draft tokens that are allowed, up to the first that is not."""

@@ -49,12 +49,13 @@ from kvrelay.engine.executor.step_batch import (
     make_batch,
     stage,
 )
-from kvrelay.engine.executor.token_rules import restrict, rules_of
+from kvrelay.engine.executor.token_rules import TokenRules, rules_of
 from kvrelay.engine.executor.token_state import UNKNOWN, PendingToken, TokenState
 from kvrelay.mem_cache.convert import copy_pages
 from kvrelay.mem_cache.leases.publishing import PageCopy
 from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.batch import ForwardBatch, Int32Array
+from kvrelay.model_runner.errors import NonFiniteLogitsError, NothingAllowedError
 from kvrelay.model_runner.sampling.prompt_scores import (
     Bring,
     DeviceScoring,
@@ -79,6 +80,7 @@ from kvrelay.wire.speeds import NO_WORK, StepWork
 logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
+_NOTHING_LEFT: Final = "all that the request forbids, and its form, leave no token to sample"
 _NO_SAMPLING: Final = HostSampling(())
 """The sampling of a step that computes nothing."""
 _NO_ROWS: Final[Mapping[int, int]] = {}
@@ -170,6 +172,8 @@ class LaunchedForward(LaunchedStep[RequestT]):
     """The logits, between the forward and the sampling."""
     rows: LogitRows = field(default_factory=LogitRows)
     staging: StagingSet = field(default_factory=NoStaging)
+    are_masked: Sequence[bool] = ()
+    """Whether a grammar, a budget or rules may forbid tokens of each of `items`."""
     masks: PendingMasks = NO_MASKS
     """The masks that are being computed for `allowed`."""
     masked: list[tuple[int, SamplingRow]] = field(default_factory=list)
@@ -253,9 +257,10 @@ class ModelExecutor:
         items = [step.scheduled[i] for i in live]
         launched: LaunchedForward[RequestT] = LaunchedForward(step, live=live, items=items)
         launched.staging = self._staging.begin()
+        launched.are_masked = [item.may_be_masked or item.has_token_rules for item in items]
         launched.awaits_tokens = any(
-            (item.may_be_masked or item.has_token_rules) and item.token_state.pending is not None
-            for item in items
+            is_masked and item.token_state.pending is not None
+            for item, is_masked in zip(items, launched.are_masked, strict=True)
         )
         if live:
             self._launch_forward(launched)
@@ -323,9 +328,9 @@ class ModelExecutor:
         tables = launched.step.page_tables
         if len(items) < len(launched.step.scheduled):
             tables = [table[launched.live] for table in tables]
-        drafts, pending = self._propose(items, tables)
+        drafts, pending = self._propose(items, tables, launched.are_masked)
         launched.pending_drafts = pending
-        if self._masks is not None:
+        if self._masks is not None and True in launched.are_masked:
             # Items with drafts await no tokens: their grammars can follow them now.
             drafts = self._masks.cut(items, self._cut_by_rules(items, drafts))
             if not launched.awaits_tokens:
@@ -351,11 +356,10 @@ class ModelExecutor:
 
     def _launch_sampling(self, launched: LaunchedForward[RequestT]) -> None:
         """Launch the sampling behind the forward, and the copies of the results to the host."""
-        launched.allowed = launched.masks.wait()
+        launched.allowed = self._with_rules(launched)
         for place, row in launched.masked:
             allowed = launched.allowed.get(place)
             row.allowed = None if isinstance(allowed, GrammarError) else allowed
-        self._restrict(launched)
         if launched.live:
             self._streams.forward.launch(launched.sample)
         results = self._streams.results
@@ -366,29 +370,30 @@ class ModelExecutor:
 
     def _cut_by_rules(self, items: Items, drafts: Drafts) -> Drafts:
         """Cut drafts before the first that a client bans."""
-        if self._masks is None or not any(item.has_token_rules for item in items):
-            return drafts
-        size = self._masks.vocab_size
-        return [
-            rules_of(item.token_state, size).cut(item.token_state.known_output_ids, draft)
-            if draft and item.has_token_rules
-            else draft
-            for item, draft in zip(items, drafts, strict=True)
-        ]
+        assert self._masks is not None
+        size, cut = self._masks.vocab_size, list(drafts)
+        for place, item in enumerate(items):
+            if drafts[place] and item.has_token_rules:
+                rules = rules_of(item.token_state, size)
+                cut[place] = rules.cut(_reached(item.token_state, rules), drafts[place])
+        return cut
 
-    def _restrict(self, launched: LaunchedForward[RequestT]) -> None:
-        """Put the rules of clients into the masks."""
-        if self._masks is None:
-            return
-        for place, row in launched.masked:
-            item = launched.items[place]
-            has_failed = isinstance(launched.allowed.get(place), GrammarError)
-            if not item.has_token_rules or has_failed or item.token_state.broken is not None:
+    def _with_rules(self, launched: LaunchedForward[RequestT]) -> Mapping[int, Allowed]:
+        """Wait for the masks of grammars, and put the rules of clients into them."""
+        allowed = launched.masks.wait()
+        if self._masks is None or not launched.masked:
+            return allowed
+        both = dict(allowed)
+        for place, item in enumerate(launched.items):
+            state, other = item.token_state, both.get(place)
+            if isinstance(other, GrammarError) or state.broken is not None:
                 continue
-            draft, size = launched.drafts[place], self._masks.vocab_size
-            masks = restrict(item, row, draft, row.allowed, size)
-            launched.allowed = {**launched.allowed, place: masks}
-            row.allowed = None if isinstance(masks, GrammarError) else masks
+            if not item.has_token_rules:
+                continue
+            rules = rules_of(state, self._masks.vocab_size)
+            masks = rules.masks(_reached(state, rules), launched.drafts[place])
+            both[place] = masks if other is None else masks & other
+        return both
 
     def _make_scoring(self, items: Items, rows: LogitRows) -> PromptScoring | None:
         """The scoring of the items' chunks whose clients ask for it; None: there are none."""
@@ -408,7 +413,7 @@ class ModelExecutor:
         launched.logits = self._model.launch(batch if awaited is None else awaited.put_into(batch))
 
     def _propose(
-        self, items: Items, tables: Sequence[Int32Array]
+        self, items: Items, tables: Sequence[Int32Array], are_masked: Sequence[bool]
     ) -> tuple[Drafts, PendingDrafts | None]:
         """Draft for the items that want drafts and may generate a token behind them.
 
@@ -426,7 +431,7 @@ class ModelExecutor:
         own = [table[wanted] for table in tables]
         asked = (states, rows, [counts[i] for i in wanted], own)
         # Grammars and penalties read the drafts before the tokens behind them are sampled.
-        are_read = any(items[i].may_be_masked or items[i].has_token_rules for i in wanted)
+        are_read = any(are_masked[i] for i in wanted)
         are_read = are_read or any(row.params.reads_output for row in rows)
         pending = None
         try:
@@ -472,7 +477,7 @@ def _drafted_sequences(launched: LaunchedForward[RequestT]) -> list[DraftedSeque
         for choice in item.token_state.choices if item.sample else ():
             row = _sampling_row(item.token_state, choice, row_of.get(index))
             drafted.append(DraftedSequence(row, draft))
-            if item.may_be_masked or item.has_token_rules:
+            if launched.are_masked[index]:
                 launched.masked.append((index, row))
     return drafted
 
@@ -515,9 +520,23 @@ def _read(
     tokens = [token for token in sampled if isinstance(token, SampledToken)]
     if len(tokens) < len(sampled):
         errors = [token for token in sampled if not isinstance(token, SampledToken)]
-        state.broken = errors[0]
+        state.broken = _cause_of(errors[0], launched.allowed.get(index))
     _add_tokens(state, tokens, launched.places[index])
     return StepOutput(tokens, state.broken, len(launched.drafts[index]), scores)
+
+
+def _reached(state: TokenState, rules: TokenRules) -> Sequence[int]:
+    """The latest tokens of an output, which its rules look at."""
+    return state.known_output(state.num_known_output - rules.reach)
+
+
+def _cause_of(
+    error: NonFiniteLogitsError | GrammarError, allowed: Allowed | None
+) -> NonFiniteLogitsError | GrammarError:
+    """The error of an item, which is the request's own if its masks have left no token."""
+    if isinstance(error, NothingAllowedError) and allowed is not None:
+        return GrammarError(_NOTHING_LEFT)
+    return error
 
 
 def _add_tokens(state: TokenState, tokens: Sequence[SampledToken], place: int) -> None:

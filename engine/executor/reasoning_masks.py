@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Final
+from functools import cached_property, lru_cache
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLTokenizer
 
 from kvrelay.model_runner.sampling.sampler import TokenMasks
 from kvrelay.text.reasoning_progress import GAPS, ReasoningPhase, ReasoningProgress
 from kvrelay.wire.submit import GenerationParams, Reasoning
-
-_NONE: Final[Sequence[int]] = ()
 
 
 class ReasoningMasks:
@@ -25,9 +24,9 @@ class ReasoningMasks:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[bytes] = []
+        self._bytes_of = lru_cache(1 << 16)(self._find_bytes_of)
         self.tokens_of = lru_cache(1024)(self._tokens_of)
-        self._that_say_more = lru_cache(256)(self._find_that_say_more)
+        self._without_whole_ends = lru_cache(256)(self._find_without_whole_ends)
         self._gaps = {
             found[0]: len(gap) for gap in GAPS if len(found := self._tokens_of(gap.decode())) == 1
         }
@@ -59,11 +58,23 @@ class ReasoningMasks:
         written = self.tokens_of(_reasoning_of(params).written_end)
         return written[place] if place < len(written) else None
 
-    def that_say_more(self, progress: ReasoningProgress, params: GenerationParams) -> Sequence[int]:
-        """The tokens that would end the reasoning, and have text of what follows."""
+    def that_say_no_more(
+        self, progress: ReasoningProgress, params: GenerationParams
+    ) -> TokenMasks | None:
+        """The mask of all tokens but those that end the reasoning, and have text of what follows.
+
+        None: there are no such tokens, or the reasoning has ended.
+        """
         if progress.phase is not ReasoningPhase.INSIDE:
-            return _NONE
-        return self._that_say_more(_reasoning_of(params).ends, progress.unfinished_ends)
+            return None
+        mask = self._without_whole_ends(_reasoning_of(params).ends)
+        vocabulary = self._vocabulary
+        if rests := progress.unfinished_ends(vocabulary.longest):
+            more = np.concatenate([vocabulary.that_begin_with(rest) for rest in rests])
+            if len(more):
+                mask = vocabulary.all_allowed() if mask is None else mask.copy()
+                _forbid(mask, more)
+        return mask
 
     def may_end_otherwise(
         self, progress: ReasoningProgress, params: GenerationParams, token_id: int
@@ -74,33 +85,68 @@ class ReasoningMasks:
         is_before = (
             self._bytes_of(token_id).decode(errors="replace") in _reasoning_of(params).ends_before
         )
-        return is_before or token_id in self.that_say_more(progress, params)
+        mask = self.that_say_no_more(progress, params)
+        return is_before or (mask is not None and not _allows(mask, token_id))
 
-    def _find_that_say_more(self, ends: tuple[str, ...], rests: frozenset[bytes]) -> Sequence[int]:
-        """The tokens with more than an end, if the `rests` of ends would complete some.
+    @cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        return _Vocabulary(map(self._bytes_of, range(self._tokenizer.vocab_size)))
 
-        It looks at all tokens: few ends are in use, and reasoning seldom has a part of one.
-        """
-        if not self._tokens:
-            self._tokens = list(map(self._bytes_of, range(self._tokenizer.vocab_size)))
-        tokens, begins = self._tokens, tuple(rests)
-        near = [one for one, token in enumerate(tokens) if token.startswith(begins)]
-        found = {one for one in near if _says_more(tokens[one], rests)}
-        for end in map(str.encode, ends):
-            inside = [one for one, token in enumerate(tokens) if end in token]
-            found.update([one for one in inside if tokens[one].partition(end)[2].strip()])
-        return sorted(found)
+    def _find_without_whole_ends(self, ends: tuple[str, ...]) -> TokenMasks | None:
+        """The mask of all tokens but those with an end and more; None: there are none."""
+        more = np.concatenate([self._vocabulary.that_have(end.encode()) for end in ends])
+        if not len(more):
+            return None
+        mask = self._vocabulary.all_allowed()
+        _forbid(mask, more)
+        return mask
 
-    def _bytes_of(self, token_id: int) -> bytes:
+    def _find_bytes_of(self, token_id: int) -> bytes:
         return self._tokenizer.decode_bytes([token_id])
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.tokenize_str(text, parse_special=True))
 
 
-def _says_more(token: bytes, rests: Iterable[bytes]) -> bool:
-    behind = [token[len(rest) :] for rest in rests if token.startswith(rest)]
-    return any(text.strip() for text in behind)
+class _Vocabulary:
+    """All tokens by their bytes, searched at a cost that no client's texts can make large.
+
+    Args:
+        tokens: the bytes of each token.
+    """
+
+    def __init__(self, tokens: Iterable[bytes]) -> None:
+        by_bytes = sorted((data, token_id) for token_id, data in enumerate(tokens))
+        self._tokens = [data for data, _ in by_bytes]
+        """The tokens in order."""
+        self._ids = np.array([token_id for _, token_id in by_bytes], np.int64)
+        lengths = np.array([len(data) for data in self._tokens], np.int64)
+        self._said = np.array([len(data.rstrip()) for data in self._tokens], np.int64)
+        """The length of each token without the white space at its end."""
+        self._ends = lengths.cumsum()
+        self._begins = self._ends - lengths
+        self._text = np.frombuffer(b"".join(self._tokens), np.uint8)
+        self.longest = int(lengths.max(initial=0))
+        """The bytes of the longest token."""
+
+    def all_allowed(self) -> TokenMasks:
+        """Make a mask that allows all tokens."""
+        return np.full(-(-len(self._ids) // 32), -1, np.int32)
+
+    def that_begin_with(self, text: bytes) -> npt.NDArray[np.int64]:
+        """Find the tokens that begin with a text and say more behind it."""
+        first = bisect_left(self._tokens, text)
+        last = bisect_left(self._tokens, text + b"\xff" * self.longest, first)
+        return self._ids[first:last][self._said[first:last] > len(text)]
+
+    def that_have(self, text: bytes) -> npt.NDArray[np.int64]:
+        """Find the tokens that have a text somewhere, and say more behind it."""
+        places = np.arange(len(self._text) - len(text) + 1)
+        for number, byte in enumerate(text):
+            places = places[self._text[places + number] == byte]
+        owners = np.searchsorted(self._ends, places, side="right")
+        behind = places - self._begins[owners] + len(text)
+        return self._ids[owners[behind < self._said[owners]]]
 
 
 def _reasoning_of(params: GenerationParams) -> Reasoning:
@@ -116,7 +162,12 @@ def allow(mask: TokenMasks, token_ids: Sequence[int]) -> None:
         mask.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
 
-def forbid(mask: TokenMasks, token_ids: Sequence[int]) -> None:
+def _forbid(mask: TokenMasks, token_ids: npt.NDArray[np.int64]) -> None:
     """Forbid tokens in one mask, ``[words]``."""
-    for token_id in token_ids:
-        mask.view(np.uint32)[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+    bits = np.uint32(1) << (token_ids & 31).astype(np.uint32)
+    np.bitwise_and.at(mask.view(np.uint32), token_ids >> 5, ~bits)
+
+
+def _allows(mask: TokenMasks, token_id: int) -> bool:
+    """Whether one mask, ``[words]``, allows a token."""
+    return bool(mask.view(np.uint32)[token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1))

@@ -11,17 +11,12 @@ from typing import Final
 
 import numpy as np
 
-from kvrelay.engine.executor.step import Scheduled
 from kvrelay.engine.executor.token_state import TokenState
-from kvrelay.model_runner.sampling.sampler import SamplingRow, TokenMasks
-from kvrelay.text.grammar import GrammarError
+from kvrelay.model_runner.sampling.sampler import TokenMasks
 from kvrelay.wire.submit import BannedSequence
 
 _MADE: Final = 4
 """The latest rules that are kept, for the other choices of their requests."""
-_NOTHING_LEFT: Final = (
-    "allowed_token_ids, banned sequences and what else the request asks for leave no token"
-)
 
 
 class TokenRules:
@@ -41,8 +36,10 @@ class TokenRules:
     ) -> None:
         allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
         allowed[list(allowed_ids) or slice(vocab_size)] = True
-        self._ends: dict[int, list[tuple[Sequence[int], int]]] = {}
+        self._ends: dict[int, list[tuple[list[int], int]]] = {}
         """Banned tokens by the one before them, each with all that are before it."""
+        self.reach = max([len(banned.ids) for banned in sequences], default=1) - 1
+        """The most tokens before one that matter for it."""
         for banned in sequences:
             *before, last = banned.ids
             if before:
@@ -52,7 +49,12 @@ class TokenRules:
         self._allowed = np.packbits(allowed, bitorder="little").view(np.uint32)
 
     def masks(self, output_ids: Sequence[int], draft_ids: Sequence[int]) -> TokenMasks:
-        """Return the masks of the output's next token, and of the one after each draft."""
+        """Return the masks of the output's next token, and of the one after each draft.
+
+        Args:
+            output_ids: the output, of which the last `reach` tokens are enough.
+            draft_ids: the drafts.
+        """
         masks = np.repeat(self._allowed[None], len(draft_ids) + 1, axis=0)
         for count in range(len(masks)) if self._ends else ():
             for token_id in self._banned_behind([*output_ids, *draft_ids[:count]]):
@@ -60,18 +62,17 @@ class TokenRules:
         return masks.view(np.int32)
 
     def cut(self, output_ids: Sequence[int], draft_ids: Sequence[int]) -> Sequence[int]:
-        """Cut drafts before the first that is banned, or that leaves no token behind it."""
+        """Cut drafts before the first that is banned."""
         masks = self.masks(output_ids, draft_ids).view(np.uint32)
         for count, token_id in enumerate(draft_ids):
-            is_allowed = masks[count, token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1)
-            if not is_allowed or not masks[count + 1].any():
+            if not masks[count, token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1):
                 return draft_ids[:count]
         return draft_ids
 
-    def _banned_behind(self, token_ids: Sequence[int]) -> Iterator[int]:
+    def _banned_behind(self, token_ids: list[int]) -> Iterator[int]:
         """Yield the tokens that would end a banned sequence of two or more."""
         for before, last in self._ends.get(token_ids[-1], ()) if token_ids else ():
-            if tuple(token_ids[-len(before) :]) == tuple(before):
+            if token_ids[-len(before) :] == before:
                 yield last
 
 
@@ -84,32 +85,3 @@ def rules_of(state: TokenState, vocab_size: int) -> TokenRules:
 
 
 _made_rules = lru_cache(_MADE)(TokenRules)
-
-
-def restrict(
-    item: Scheduled[object],
-    row: SamplingRow,
-    draft_ids: Sequence[int],
-    allowed: TokenMasks | None,
-    vocab_size: int,
-) -> TokenMasks | GrammarError:
-    """Return the masks of an item by its rules and by its grammar.
-
-    Args:
-        item: an item that has rules; all tokens of its output are known.
-        row: its next token's, with the tokens that are banned for a while.
-        draft_ids: its drafts.
-        allowed: its grammar's masks; None: it has none.
-        vocab_size: the tokens of the vocabulary.
-
-    Returns:
-        the masks, or the error of a request that leaves no token.
-    """
-    state = item.token_state
-    masks = rules_of(state, vocab_size).masks(state.known_output_ids, draft_ids)
-    if allowed is not None:
-        masks &= allowed
-    left = masks[0].view(np.uint32).copy()
-    for token_id in row.banned_ids if row.banned_for > 0 else ():
-        left[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-    return masks if left.any() else GrammarError(_NOTHING_LEFT)

@@ -102,8 +102,18 @@ class TokenState:
     @property
     def known_output_ids(self) -> list[int]:
         """The same without the token that only the device knows."""
+        return self.known_output(0)
+
+    @property
+    def num_known_output(self) -> int:
+        """The number of `known_output_ids`."""
         has_place = self.pending is not None and self.pending.is_sure
-        return self.token_ids[self.prompt_len : len(self.token_ids) - has_place]
+        return len(self.token_ids) - has_place - self.prompt_len
+
+    def known_output(self, begin: int) -> list[int]:
+        """Return `known_output_ids` from an index on, without a copy of those before."""
+        end = self.prompt_len + self.num_known_output
+        return self.token_ids[self.prompt_len + max(begin, 0) : end]
 
     @property
     def room(self) -> int:

@@ -14,6 +14,7 @@ from kvrelay.engine.scheduler.context import SchedulerContext
 from kvrelay.engine.scheduler.request import Request
 from kvrelay.pacing.chunk_size import NONE_WAIT, WaitingPrompts, count_backlog
 from kvrelay.wire.output import PhaseTimings, SampledToken
+from kvrelay.wire.sampling_limits import MAX_CHOICES
 from kvrelay.wire.speeds import StepWork
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -150,7 +151,7 @@ class ComputingPrompts(Generic[RequestT]):
             unplanned = {first: unplanned[first]}
         return [
             self._next_chunk(request, tokens, last=tokens == unplanned[request])
-            for request, tokens in share_budget(unplanned, budget)
+            for request, tokens in _without_many_choices(share_budget(unplanned, budget), unplanned)
         ]
 
     def _next_chunk(self, request: RequestT, tokens: int, *, last: bool) -> Scheduled[RequestT]:
@@ -191,6 +192,23 @@ class ComputingPrompts(Generic[RequestT]):
 
 def _tokens_left(request: Request) -> int:
     return request.input_len - request.held.kv_committed_len
+
+
+def _without_many_choices(
+    shares: Sequence[tuple[RequestT, int]], left: Mapping[RequestT, int]
+) -> Iterator[tuple[RequestT, int]]:
+    """Leave the last token of some prompts for a later step, if their choices are too many.
+
+    Each choice takes a row of logits, so a step has no more than `MAX_CHOICES` beyond one a prompt.
+    """
+    room = MAX_CHOICES
+    for request, tokens in shares:
+        more = len(request.choices) - 1 if tokens == left[request] else 0
+        if more <= room:
+            room -= more
+            yield request, tokens
+        elif tokens > 1:
+            yield request, tokens - 1
 
 
 def share_budget(left: Mapping[RequestT, int], budget: int) -> list[tuple[RequestT, int]]:

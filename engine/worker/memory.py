@@ -246,8 +246,8 @@ def _make_index(
         case PrefixIndexKind.RADIX:
             log = PrefixLog(PageHashes(model, config.page_size), listener=listener)
             windows = [pool.geometry.window for pool in pools]
-            most_tokens = int(pools[0].total_pages * config.page_size * config.retention_share)
-            retention = Retention(most_tokens)
+            tokens = [pool.total_pages * config.page_size for pool in pools]
+            retention = Retention.of_share(config.retention_share, tokens, windows)
             return RadixTree(config.page_size, windows, retention=retention, log=log)
         case PrefixIndexKind.NONE:
             return None

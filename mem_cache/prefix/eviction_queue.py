@@ -100,7 +100,7 @@ class EvictionQueue:
         heapq.heappush(self._queue, (node.used, next(self._tie), node))
 
     def pop(self) -> RadixNode | None:
-        """Take the least recently used node that may be evicted and is not retained.
+        """Take the least recently used node that may be evicted and is not retained in this pool.
 
         A retained node is queued again by `push`, when its retention has ended. Returns None if
         there is no other.
@@ -108,7 +108,7 @@ class EvictionQueue:
         while self._queue:
             used, _, node = heapq.heappop(self._queue)
             node.queued[self._pool] = False
-            if node.retained_until:
+            if node.retained_until and (node.retains_window or not self._windowed):
                 continue
             if used == node.used and self.is_evictable(node):
                 return node

@@ -38,6 +38,7 @@ class RadixNode:
         "queued",
         "retained_by",
         "retained_until",
+        "retains_window",
         "tokens",
         "used",
     )
@@ -70,6 +71,8 @@ class RadixNode:
         not retained."""
         self.retained_by = ""
         """The tenant that retains it, if it is retained."""
+        self.retains_window = False
+        """Whether its pages of window pools are retained with it."""
         self.queued = [False] * len(pages)
         """For each pool whether it is in the `EvictionQueue`."""
 
@@ -104,6 +107,7 @@ class RadixNode:
         upper = RadixNode(parent, self.key, self.tokens[:at], upper_pages, self.locks.copy())
         upper.used = self.used
         upper.retained_until, upper.retained_by = self.retained_until, self.retained_by
+        upper.retains_window = self.retains_window
         upper.hashes, self.hashes = self.hashes[: cut * HASH_BYTES], self.hashes[cut * HASH_BYTES :]
         parent.children[self.key] = upper
         self.pages = [None if pages is None else pages[cut:] for pages in self.pages]
@@ -130,6 +134,8 @@ class RadixNode:
         if every_pool_has_window and any(self.locks):
             return False
         if (self.retained_until, self.retained_by) != (child.retained_until, child.retained_by):
+            return False
+        if self.retains_window is not child.retains_window:
             return False
         both = zip(self.pages, child.pages, strict=True)
         return all((own is None) == (below is None) for own, below in both)

@@ -186,6 +186,8 @@ class RadixTree:
         """See `PrefixIndex`."""
         node, _ = self._forest.descend(self._forest.top(namespace), token_ids)
         self._retention.retain(node, namespace.partition("/")[0], seconds)
+        if self._windows.any:
+            self._queue_again(node.path())  # a window may have left some of them
 
     def retained_tokens(self) -> int:
         """See `PrefixIndex`."""
@@ -366,6 +368,7 @@ class RadixWindows:
 
     def __init__(self, page_size: int, windows: Sequence[int | None]) -> None:
         self.by_pool = tuple(windows)
+        self.any = any(window is not None for window in windows)
         self._page_size = page_size
 
     def first_seen(self, pool: int, position: int) -> int:

@@ -3,15 +3,19 @@
 A request may ask that its pages are found for some time. That pins nothing: they stay evictable,
 and go before any request has to wait. It changes an order alone, and within a bound: all tenants
 that retain something have equal parts of it. What exceeds a tenant's part is evicted as all else.
+
+Of a prompt with a window only those pages of the window are retained that its next token sees. They
+have a bound of their own, because a window's pool is smaller.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Self
 
 from kvrelay.mem_cache.errors import ConservationError
 from kvrelay.mem_cache.prefix.radix_node import RadixNode
@@ -25,6 +29,8 @@ class _Retained:
     """The nodes that one tenant retains."""
 
     tokens: int = 0
+    window_tokens: int = 0
+    """The tokens of the nodes whose window pages are retained, too."""
     nodes: int = 0
     ends: list[tuple[float, int, int, RadixNode]] = field(default_factory=list)
     """A heap of them by their ends, the deepest first. Some entries are out of date."""
@@ -59,13 +65,41 @@ class Retention:
     Args:
         most_tokens: the most tokens that all tenants retain; 0: nothing is retained.
         clock: seconds, monotonic.
+        window: the tokens that the layers with the largest window look back; 0: none has one.
+        most_window_tokens: the most tokens whose window pages all tenants retain.
     """
 
-    def __init__(self, most_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        most_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        window: int = 0,
+        most_window_tokens: int = 0,
+    ) -> None:
         self._most_tokens = most_tokens
         self._clock = clock
+        # The next token is in its own window, and the last page is retained in any case.
+        self._seen_tokens = max(window - 1, 1) if window else 0
+        self._most_window_tokens = most_window_tokens
         self._tenants: dict[str, _Retained] = {}
         self._numbers = count()
+
+    @classmethod
+    def of_share(cls, share: float, tokens: Sequence[int], windows: Sequence[int | None]) -> Self:
+        """Make one that retains a part of every pool at most.
+
+        Args:
+            share: the part.
+            tokens: for each pool the tokens that its pages hold.
+            windows: for each pool the tokens that its layers look back; None: all.
+        """
+        in_windows = [held for held, window in zip(tokens, windows, strict=True) if window]
+        return cls(
+            int(share * max(tokens)),
+            window=max(window or 0 for window in windows),
+            most_window_tokens=int(share * min(in_windows, default=0)),
+        )
 
     @property
     def tokens(self) -> int:
@@ -73,17 +107,24 @@ class Retention:
         return sum(retained.tokens for retained in self._tenants.values())
 
     def retain(self, lowest: RadixNode, tenant: str, seconds: float) -> None:
-        """Retain a node and those above it for so many seconds from now, or longer if they are."""
+        """Retain a node and those above it for so many seconds from now, or longer if they are.
+
+        Window pages that the next token does not see are retained no more, unless the node is for
+        longer.
+        """
         if not self._most_tokens:
             return
         until = self._clock() + seconds
         for node in lowest.path():
+            is_seen = lowest.end - node.end < self._seen_tokens
             if node.retained_until >= until:
+                self._retain_window(node, wanted=is_seen or node.retains_window)
                 continue
             if not node.retained_until:
                 node.retained_by = tenant
                 self._count(node, 1)
             node.retained_until = until
+            self._retain_window(node, wanted=is_seen)
             self._tenants[node.retained_by].push(node, next(self._numbers))
 
     def split(self, upper: RadixNode) -> None:
@@ -101,6 +142,7 @@ class Retention:
     def drop(self, node: RadixNode) -> None:
         """End a node's retention, if there is any."""
         if node.retained_until:
+            self._retain_window(node, wanted=False)
             node.retained_until = 0.0
             self._count(node, -1)
 
@@ -112,34 +154,51 @@ class Retention:
         """
         now = self._clock()
         for retained in list(self._tenants.values()):
-            while retained.tokens and (
-                retained.tokens * len(self._tenants) > self._most_tokens
-                or retained.next_end() <= now
-            ):
-                node = retained.pop()
-                self.drop(node)
-                yield node
+            while retained.next_end() <= now:
+                yield self._end_first(retained)
+        # Those whose time has ended have no part any more.
+        for retained in list(self._tenants.values()):
+            while self._exceeds_part(retained):
+                yield self._end_first(retained)
 
     def give_up(self) -> RadixNode:
         """End the retention that ends first, of the tenant that retains most: nothing else is left.
 
         Something must be retained.
         """
-        most = max(self._tenants.values(), key=lambda retained: retained.tokens)
-        node = most.pop()
-        self.drop(node)
-        return node
+        return self._end_first(max(self._tenants.values(), key=lambda retained: retained.tokens))
 
     def audit(self, nodes: Iterator[RadixNode]) -> None:
         """Raise `ConservationError` if the nodes of the index retain other tokens than counted."""
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, tuple[int, int, int]] = {}
         for node in nodes:
             if node.retained_until:
-                tokens, number = found.get(node.retained_by, (0, 0))
-                found[node.retained_by] = tokens + len(node.tokens), number + 1
-        counted = {name: (one.tokens, one.nodes) for name, one in self._tenants.items()}
+                tokens, in_window, number = found.get(node.retained_by, (0, 0, 0))
+                in_window += len(node.tokens) if node.retains_window else 0
+                found[node.retained_by] = tokens + len(node.tokens), in_window, number + 1
+        counted = {
+            name: (one.tokens, one.window_tokens, one.nodes) for name, one in self._tenants.items()
+        }
         if found != counted:
             raise ConservationError(f"retained {counted}, in truth {found}")
+
+    def _exceeds_part(self, retained: _Retained) -> bool:
+        number = len(self._tenants)
+        return (
+            retained.tokens * number > self._most_tokens
+            or retained.window_tokens * number > self._most_window_tokens
+        )
+
+    def _retain_window(self, node: RadixNode, *, wanted: bool) -> None:
+        if node.retains_window is not wanted:
+            node.retains_window = wanted
+            tokens = len(node.tokens) if wanted else -len(node.tokens)
+            self._tenants[node.retained_by].window_tokens += tokens
+
+    def _end_first(self, retained: _Retained) -> RadixNode:
+        node = retained.pop()
+        self.drop(node)
+        return node
 
     def _count(self, node: RadixNode, sign: int) -> None:
         retained = self._tenants.setdefault(node.retained_by, _Retained())

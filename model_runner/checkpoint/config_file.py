@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrelay.model_runner.errors import CheckpointError
+from kvrelay.model_runner.errors import CheckpointError, NotNativeError
 
 Default = TypeVar("Default")
 
@@ -49,6 +49,10 @@ class ConfigFile:
     def error(self, field: str, problem: str) -> CheckpointError:
         """The one-line error about `field`, for the caller to raise."""
         return CheckpointError(f"{self.path}: {self._section}{field} {problem}")
+
+    def not_native(self, field: str, problem: str) -> NotNativeError:
+        """The same for a value that only transformers' code may compute."""
+        return NotNativeError(str(self.error(field, problem)))
 
     def has(self, field: str) -> bool:
         """Whether `field` is present and not null."""

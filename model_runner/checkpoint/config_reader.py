@@ -52,9 +52,8 @@ def read_config(folder: Path) -> ModelConfig:
         pre_norms=options.has_pre_norms,
         post_norms=options.has_post_norms,
         add_unit_offset=options.adds_unit_offset,
-        embedding_scale=hidden_size**0.5
-        if options.scales_embeddings
-        else _multiplier(config, options, "embedding_multiplier"),
+        embedding_scale=hidden_size**0.5 if options.scales_embeddings else 1.0,
+        embedding_multiplier=_multiplier(config, options, "embedding_multiplier"),
         residual_multiplier=_multiplier(config, options, "residual_multiplier"),
         logits_scaling=_multiplier(config, options, "logits_scaling"),
         final_logit_softcapping=_softcap(config, options, "final_logit_softcapping"),
@@ -66,7 +65,7 @@ def _activation(config: ConfigFile, options: DecoderOptions) -> Activation:
     expected = options.activation
     activation = config.text(options.activation_field, expected)
     if activation != expected:
-        raise config.error(
+        raise config.not_native(
             options.activation_field, f"must be {expected.value!r}, got {activation!r}"
         )
     return expected

@@ -30,10 +30,18 @@ _TAKEN_OVER: Final[Mapping[str, str]] = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 """The fields that become those of a configuration, if it has them."""
-_SAYS_NOTHING: Final = ("rope.scaling.finetuned", "rope.scaling.attn_factor")
+_SAYS_NOTHING: Final = ("rope.scaling.finetuned", "rope.scaling.original_context_length")
 """Fields that change no number where their siblings are as they should be."""
 _TELLING: Final = ("rope.", "attention.", "expert_", "softcapping", "scale", "clamp")
 """The parts of names of fields that a model's numbers depend on."""
+_EPSILONS: Final = (
+    "rms_norm_eps",
+    "norm_eps",
+    "norm_epsilon",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+)
+"""The names that configurations have for what norms add to a square."""
 _LLAMA3: Final[Mapping[str, Any]] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -80,7 +88,8 @@ def complete_config(
         _take_over_rope(own, factors, config, rope)
     said = _said_by(config, rope or {})
     for name, value in own.items():
-        if known.get(name) is not None or name in _SAYS_NOTHING:
+        # The reader takes either the width of a head or the part of it that rotates for the width.
+        if known.get(name) not in (None, "head_dim") or name in _SAYS_NOTHING:
             continue
         if name in said and _is_same(value, said[name]):
             continue
@@ -109,6 +118,13 @@ def _rope_of(config: Any) -> dict[str, Any] | None:
     return full
 
 
+def _rope_of_windows(config: Any) -> dict[str, Any]:
+    """The parameters of the rotation of layers with a window; empty: it is that of all layers."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    sliding: dict[str, Any] = rope.get("sliding_attention", {})
+    return sliding
+
+
 def _take_over_rope(
     own: Mapping[str, Any],
     factors: npt.NDArray[np.float32] | None,
@@ -118,6 +134,9 @@ def _take_over_rope(
     head_dim = _head_dim(config)
     if "rope.freq_base" in own:
         rope["rope_theta"] = float(own["rope.freq_base"])
+    of_windows = _rope_of_windows(config)
+    if of_windows and "rope.freq_base_swa" in own:
+        of_windows["rope_theta"] = float(own["rope.freq_base_swa"])
     if "partial_rotary_factor" in rope and "rope.dimension_count" in own:
         rope["partial_rotary_factor"] = own["rope.dimension_count"] / head_dim
     if own.get("rope.scaling.type") == "linear":
@@ -142,19 +161,23 @@ def _said_by(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a file by what a configuration says."""
     head_dim, kind = _head_dim(config), rope.get("rope_type", "default")
     partial = rope.get("partial_rotary_factor", 1.0)
-    length = getattr(config, "max_position_embeddings", None)
+    epsilon = next((getattr(config, one) for one in _EPSILONS if hasattr(config, one)), None)
+    layers = getattr(config, "layer_types", None) or ()
     said: dict[str, Any] = {
         "attention.causal": True,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
+        "attention.layer_norm_epsilon": epsilon,
+        "attention.layer_norm_rms_epsilon": epsilon,
+        "attention.sliding_window_pattern": [one == "sliding_attention" for one in layers],
         "rope.dimension_count": int(head_dim * partial),
         "rope.freq_base": rope.get("rope_theta"),
+        "rope.freq_base_swa": _rope_of_windows(config).get("rope_theta"),
         "rope.scaling.type": "none" if kind in ("default", "llama3") else kind,
         "rope.scaling.factor": rope.get("factor", 1.0),
-        "rope.scaling.original_context_length": getattr(
-            config, "original_max_position_embeddings", length
-        ),
+        "rope.scaling.attn_factor": 1.0,
         "expert_feed_forward_length": getattr(config, "intermediate_size", None),
+        "expert_shared_feed_forward_length": 0,
     }
     return said | {
         name: getattr(config, field)
@@ -169,6 +192,8 @@ def _head_dim(config: Any) -> int:
 
 
 def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(other, list) and isinstance(value, int):  # the last of so many layers differs
+        return value > 0 and other == [bool((index + 1) % value) for index in range(len(other))]
     if isinstance(value, float) and other is not None and not isinstance(other, str):
         return math.isclose(value, other, rel_tol=1e-6)
     return bool(value == other or (not value and not other))

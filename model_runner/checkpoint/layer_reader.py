@@ -40,7 +40,7 @@ def _window(config: ConfigFile, options: DecoderOptions) -> int | None:
         if not used:
             return None
     elif used:
-        raise config.error("use_sliding_window", "is true: not supported in this architecture")
+        raise config.not_native("use_sliding_window", "is true: not supported in this architecture")
     elif options.windows is WindowRule.NONE:
         return None
     return config.size_or_none("sliding_window", None)

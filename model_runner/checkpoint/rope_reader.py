@@ -12,7 +12,7 @@ from kvrelay.model_runner.config.rope import DefaultRope, LinearRope, Llama3Rope
 def read_rope(config: ConfigFile, max_model_len: int, may_be_partial: bool = False) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before).
 
-    Raise `CheckpointError` for a kind that is not computed exactly here (``dynamic`` and
+    Raise `NotNativeError` for a kind that is not computed exactly here (``dynamic`` and
     ``longrope`` depend on the length of the running batch).
     """
     rope = _section(config)
@@ -118,7 +118,8 @@ def _parse(
         return _parse_llama3(rope, theta, original_max_position_embeddings)
     if kind == "yarn":
         return _parse_yarn(rope, theta, original_max_position_embeddings, max_model_len)
-    raise rope.error("rope_type", f"{kind!r} is not supported (default, linear, llama3, yarn are)")
+    problem = f"{kind!r} is not supported (default, linear, llama3, yarn are)"
+    raise rope.not_native("rope_type", problem)
 
 
 def _parse_llama3(

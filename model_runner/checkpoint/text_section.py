@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvrelay.model_runner.checkpoint.architectures import ARCHITECTURES
 from kvrelay.model_runner.checkpoint.config_file import ConfigFile
-from kvrelay.model_runner.errors import UnknownArchitectureError
+from kvrelay.model_runner.errors import NotNativeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def find_architecture(config: ConfigFile) -> tuple[str, ConfigFile]:
     The section is complete: it has what transformers assumes where fields are left out.
 
     Raises:
-        UnknownArchitectureError: no row of `ARCHITECTURES` has its name.
+        NotNativeError: no row of `ARCHITECTURES` has its name.
         CheckpointError: it names none.
     """
     name = _name(config)
@@ -150,6 +150,6 @@ def _of_type(model_type: str) -> str | None:
 
 def _unknown(
     config: ConfigFile, field: str, name: str, known: Collection[str], which: str = ""
-) -> UnknownArchitectureError:
+) -> NotNativeError:
     problem = f"{name!r} is not supported ({which}these are: {', '.join(known)})"
-    return UnknownArchitectureError(str(config.error(field, problem)))
+    return config.not_native(field, problem)

@@ -9,7 +9,7 @@ class ModelCode(StrEnum):
     """The code that a model's forwards run."""
 
     AUTO = "auto"
-    """Ours where it knows the architecture, else transformers'."""
+    """Ours where it computes the architecture as config.json has it, else transformers'."""
     NATIVE = "native"
     """Ours."""
     TRANSFORMERS = "transformers"

@@ -243,7 +243,9 @@ class ModelConfig:
     add_unit_offset: bool = False
     """Norm weights are stored less one, and applied in float32 (Gemma)."""
     embedding_scale: float = 1.0
-    """Embeddings are multiplied by it."""
+    """Embeddings are multiplied by it, rounded to their dtype (Gemma)."""
+    embedding_multiplier: float = 1.0
+    """Embeddings are multiplied by it as it is (Granite)."""
     residual_multiplier: float = 1.0
     """The results of attention and feed-forward are multiplied by it before they are added."""
     logits_scaling: float = 1.0

@@ -151,6 +151,8 @@ class Decoder:
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = functional.embedding(input_ids, self._embedding)
+        if self._config.embedding_multiplier != 1:
+            hidden = hidden * self._config.embedding_multiplier
         if self._config.embedding_scale == 1:
             return hidden
         return hidden * self._embedding_scale

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvrelay.cpu_kernels.gumbel import WORDS_MULTIPLE, add_noise, random_words
 from kvrelay.cpu_kernels.nucleus import find_nucleus
-from kvrelay.model_runner.errors import NonFiniteLogitsError
+from kvrelay.model_runner.errors import NonFiniteLogitsError, NothingAllowedError
 from kvrelay.wire.output import SampledToken, TokenLogprob
 from kvrelay.wire.submit import SamplingParams
 
@@ -122,7 +122,7 @@ def sample_token_id(
 def refusal(largest: float) -> NonFiniteLogitsError:
     """The error for edited logits whose largest is not finite."""
     if largest == -np.inf:
-        return NonFiniteLogitsError("no token can be sampled: every one is banned or impossible")
+        return NothingAllowedError("no token can be sampled: every one is banned or impossible")
     return NonFiniteLogitsError(f"the model's logits are not finite: {largest}")
 
 

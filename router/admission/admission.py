@@ -279,16 +279,21 @@ class Admission:
         )
         if self._is_short(ask):  # a thread costs more
             return validate()
-        return await self._texts.run(caller.turn, ask.num_bytes, validate)
+        return await self._texts.run(caller.turn, _num_bytes(ask), validate)
 
     async def _fingerprint(self, ask: IncomingRequest, caller: Caller) -> bytes:
         return await self._texts.run(caller.turn, ask.num_bytes, fingerprint, ask.message)
 
     def _is_short(self, ask: IncomingRequest) -> bool:
         """Whether validation is short enough for the event loop; a token takes a byte or more."""
-        if ask.prompt.num_tokens is None or ask.num_bytes > _FEW_BYTES:
+        if ask.prompt.num_tokens is None or _num_bytes(ask) > _FEW_BYTES:
             return False
         return self._fleet.prefixes.pages_of(ask.num_bytes) <= _FEW_PAGES
+
+
+def _num_bytes(ask: IncomingRequest) -> int:
+    """Return the bytes of the prompt, and the letters of what is tokenized beside it, twice."""
+    return ask.num_bytes + 2 * sum(map(len, ask.message.sampling_params.bad_words))
 
 
 def _within_bounds(ask: IncomingRequest, request: GenerationRequest) -> GenerationRequest:

@@ -136,6 +136,11 @@ def _check_token_rules(params: inference_pb2.SamplingParams, vocab_size: int) ->
             raise InvalidField("banned_sequences", "has an empty one")
         check_token_ids("banned_sequences", banned.ids, vocab_size)
     _check_banned("banned_sequences", params)
+    for token_id, bias in params.logit_bias.items():
+        if bias not in LOGIT_BIAS:
+            raise InvalidField(
+                "logit_bias", f"{LOGIT_BIAS.rule}, got {bias:g} for token id {token_id}"
+            )
 
 
 def _check_banned(field: str, params: inference_pb2.SamplingParams) -> None:
@@ -143,11 +148,6 @@ def _check_banned(field: str, params: inference_pb2.SamplingParams) -> None:
     tokens = sum([len(banned.ids) for banned in params.banned_sequences])
     if tokens > MAX_BANNED_TOKENS:
         raise InvalidField(field, f"must have at most {MAX_BANNED_TOKENS} tokens, got {tokens}")
-    for token_id, bias in params.logit_bias.items():
-        if bias not in LOGIT_BIAS:
-            raise InvalidField(
-                "logit_bias", f"{LOGIT_BIAS.rule}, got {bias:g} for token id {token_id}"
-            )
 
 
 def read_sampling_params(

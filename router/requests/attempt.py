@@ -157,8 +157,10 @@ class Attempt:
                 self.cancel()
                 if end.cause is FailureReason.GRAMMAR_FAILED:
                     sampling = self._submission.request.params.sampling
-                    has_rules = sampling.has_token_rules and sampling.structured_output is None
-                    field = "allowed_token_ids" if has_rules else "structured_output"
+                    field = "structured_output"
+                    if sampling.structured_output is None:
+                        has_rules = sampling.has_token_rules
+                        field = "allowed_token_ids" if has_rules else "thinking_token_budget"
                     return RequestFailed(InvalidField(field, end.error))
                 return RequestFailed(InternalFailure(detail))
             case AttemptAction.AWAIT_PREFILL:

@@ -157,8 +157,10 @@ async def _leave(url: str, prompt: list[int], leaving: asyncio.Event, *, has_tok
     async with httpx.AsyncClient(timeout=60) as http:
         if has_token:
             async with http.stream("POST", url, json=body) as answer:
-                assert (await anext(answer.aiter_lines())).startswith("data: ")
+                lines = answer.aiter_lines()
+                assert (await anext(lines)).startswith("data: ")
                 await leaving.wait()
+                del lines  # the answer would be closed with it
             return
         call = asyncio.create_task(http.post(url, json=body))
         await leaving.wait()

@@ -7,12 +7,15 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from kvrelay.engine.config import Speculation
+from kvrelay.model_runner.batch import ForwardBatch
 from kvrelay.wire.output import RequestOutput
 from kvrelay.wire.sampling_limits import MAX_CHOICES
 from kvrelay.wire.submit import SamplingParams
 from tests.engine.simulation import SimRequest, Simulation, SimWorker, count, reference
+from tests.engine.simulation.model import CountingModel
 from tests.pairwise import few
 
 SAMPLINGS = (
@@ -70,6 +73,30 @@ def in_little_memory(page_size: int, **mode: Any) -> Simulation:
 
 
 @few(4)
+def test_a_step_has_few_rows_where_many_prompts_have_many_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_rows: list[int] = []
+    launch = CountingModel.launch
+
+    def count_rows(model: CountingModel, batch: ForwardBatch) -> torch.Tensor:
+        num_rows.append(len(batch.logit_rows))
+        return launch(model, batch)
+
+    monkeypatch.setattr(CountingModel, "launch", count_rows)
+    simulation = Simulation(3, page_size=4, pages=60, rows=10, chunk=64, workers=1, aggregated=True)
+    served = [
+        simulation.submit_choices(MAX_CHOICES, [number] * length, 1, sampling=SAMPLINGS[1])
+        for number, length in enumerate((1, 5, 1, 7, 2))
+    ]
+    simulation.run()
+    assert [one.output for choices in served for one in choices] == [
+        expected(one) for choices in served for one in choices
+    ]
+    assert max(num_rows) == MAX_CHOICES
+    simulation.assert_at_baseline()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("speculation", [Speculation.NONE, Speculation.NGRAM])
 @pytest.mark.parametrize("retract_every", [0, 3])

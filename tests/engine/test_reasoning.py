@@ -14,12 +14,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from kvrelay.engine.executor.reasoning_masks import ReasoningMasks
+from kvrelay.text.grammar import model_vocabulary
 from kvrelay.text.reasoning_progress import ReasoningProgress
 from kvrelay.text.token_texts import token_texts
-from kvrelay.wire.submit import Reasoning, SamplingParams, StructuredOutput
+from kvrelay.wire.submit import (
+    GenerationParams,
+    Reasoning,
+    SamplingParams,
+    StopConditions,
+    StructuredOutput,
+)
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
 from tests.engine.test_structured_output import EOS, MODES, PLAIN
@@ -156,6 +165,35 @@ def test_an_attempt_that_goes_on_after_any_token(model: Path) -> None:
     simulation.run()
     simulation.assert_at_baseline()
     assert {tuple(other.output) for other in again} == {tuple(one.output)}
+
+
+def test_tokens_that_say_more_behind_an_end_are_those_of_a_plain_search(model: Path) -> None:
+    reasoning_masks = ReasoningMasks(model_vocabulary(model, 364, [EOS])())
+    tokens = [reasoning_masks._bytes_of(token_id) for token_id in range(364)]
+    rng, found = Random(2), 0
+    for _ in range(200):
+        ends = tuple("".join(rng.choices("the ox\n", k=rng.randint(1, 3))) for _ in range(2))
+        params = GenerationParams(
+            sampling=SamplingParams(),
+            stops=StopConditions(max_tokens=9, reasoning=Reasoning(begun=True, ends=ends)),
+        )
+        progress = reasoning_masks.begin(known(params.stops.reasoning))
+        progress.follow(rng.choices(range(364), k=rng.randint(0, 5)))
+        mask = reasoning_masks.that_say_no_more(progress, params)
+        forbidden: set[int] = set()
+        if mask is not None:
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            forbidden = set(np.flatnonzero(bits == 0).tolist())
+        rests = [*progress.unfinished_ends(99)] if not progress.has_ended else []
+        wholes = [end.encode() for end in ends] if not progress.has_ended else []
+        assert forbidden == {
+            token_id
+            for token_id, token in enumerate(tokens)
+            if any(token.startswith(rest) and token[len(rest) :].strip() for rest in rests)
+            or any(token.partition(end)[2].strip() for end in wholes)
+        }
+        found += len(forbidden)
+    assert found > 500
 
 
 def test_pairs_that_retract(model: Path) -> None:

@@ -6,6 +6,7 @@ The decode worker has a session's pages, or those of the last answer in its pref
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,28 @@ def test_an_attempt_after_a_failed_read_is_lent_nothing() -> None:
     finish(simulation, session)
 
 
+def test_after_a_failed_read_others_compute_what_they_are_lent_for_a_while() -> None:
+    """One request pays for a peer that cannot be read, not every one."""
+    simulation, conversation, prefill, decode = begun(is_session=False)
+    other = Conversation(simulation, "other", is_session=False)
+    talk(other, [5, *FIRST], OUTPUT, place=(prefill, decode))
+    turn = say(conversation)
+    step_until(simulation, lambda: state(turn) is PrefillState.LOADING)
+    simulation.fail_read()
+    step_until(simulation, lambda: reads(prefill, "failed") == 1)
+    avoided = prefill.scheduler._histories._avoided_until
+    until = avoided[decode.name]
+    assert until > time.monotonic()
+    prefill.inbox.post(PeerDied(decode.name))  # so that the fences pass
+    simulation.run()
+    assert not avoided
+    for end, valid in ((until, 0), (0.0, 1)):
+        avoided[decode.name] = end
+        talk(other, DELTA, OUTPUT, place=(prefill, decode))
+        assert (reads(prefill, "failed"), reads(prefill, "valid")) == (1, valid)
+    finish(simulation)
+
+
 def test_pages_that_differ_fail_the_attempt() -> None:
     simulation, session, prefill, decode = begun(verify_pages=VerifyPages.ALL)
     turn = say(session)
@@ -252,6 +275,22 @@ def test_a_history_that_is_computed_sooner_is_not_read() -> None:
     prefill.context.speed_learner.speeds = StepSpeeds(0.001, 0.001, prompts_known=True)
     talk(session, DELTA, 6, place=(prefill, decode))
     assert (reads(prefill, "not_needed"), read_from(simulation, decode)) == (1, 0)
+    finish(simulation, session)
+
+
+def test_a_read_corrects_an_expectation_that_has_faded() -> None:
+    """Else ever shorter answers are read, each later than it would be computed."""
+    simulation, session, prefill, decode = begun()
+    histories = prefill.scheduler._histories
+    histories._met.add(decode.name)
+    histories._overhead_seconds = 1e-6
+    go_on = withhold(simulation, Released)
+    turn = say(session)
+    step_until(simulation, lambda: state(turn) is PrefillState.LOADED)
+    time.sleep(0.02)
+    go_on()
+    simulation.run()
+    assert histories._overhead_seconds >= 0.02
     finish(simulation, session)
 
 

@@ -160,9 +160,10 @@ class Forgetful(GrammarProgress):
     _begun = False
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        if not self._begun:
-            self._begun, self._num_tokens = True, len(output_ids)
-        super().follow(output_ids)
+        if self._begun:
+            super().follow(output_ids)
+        else:
+            self._begun, self.num_tokens = True, len(output_ids)
 
 
 def test_a_state_that_is_not_made_anew_after_a_retraction_is_found(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -12,7 +13,7 @@ import pytest
 
 from kvrelay.engine.executor.token_rules import TokenRules
 from kvrelay.wire.output import FailureReason
-from kvrelay.wire.submit import BannedSequence, SamplingParams, StructuredOutput
+from kvrelay.wire.submit import BannedSequence, Reasoning, SamplingParams, StructuredOutput
 from tests.checkpoints import make_checkpoint
 from tests.engine.simulation import SimRequest, Simulation
 from tests.engine.test_structured_output import EOS, MODES, PLAIN, text_of
@@ -135,20 +136,25 @@ def test_a_grammar_and_rules_hold_together(model: Path) -> None:
         (SamplingParams(allowed_token_ids=(7,), structured_output=StructuredOutput(regex="b")), 0),
         (SamplingParams(allowed_token_ids=(EOS,)), 3),
         (SamplingParams(allowed_token_ids=(7,), banned_sequences=banned((7, 7))), 0),
+        (SamplingParams(allowed_token_ids=(7, EOS), banned_sequences=banned((7,) * 5)), 9),
+        (SamplingParams(thinking_token_budget=1), 9),
     ],
-    ids=["grammar", "least", "banned"],
+    ids=["grammar", "least", "banned", "drafts", "forced"],
 )
 def test_rules_that_leave_nothing_fail_their_request_alone(
     model: Path, sampling: SamplingParams, min_tokens: int
 ) -> None:
-    simulation = serve(model, model, "float64", MODES[0])
+    """Also behind drafts, and where the end of reasoning that is forced is a stop token."""
+    has_budget = sampling.thinking_token_budget is not None
+    simulation = serve(model, model, "float64", replace(MODES[0], retract_every=0))
     [broken] = simulation.submit_choices(
         1,
-        [7, 7, 7],
+        [7] * 9,
         20,
         sampling=sampling,
         stop_token_ids=frozenset({EOS}),
         min_tokens=min_tokens,
+        reasoning=Reasoning(begun=True, ends=("</s>",)) if has_budget else None,
     )
     [good] = simulation.submit_choices(1, [5, 6], 6)
     simulation.run()

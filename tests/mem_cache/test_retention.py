@@ -16,9 +16,21 @@ MINUTE = 60.0
 class Cache:
     """A prefix index of pages of one token, and a clock."""
 
-    def __init__(self, most_tokens: int, windows: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(
+        self,
+        most_tokens: int,
+        windows: tuple[int | None, ...] = (None,),
+        most_window_tokens: int = 0,
+    ) -> None:
         self.now = 100.0
-        self.tree = RadixTree(1, windows, retention=Retention(most_tokens, lambda: self.now))
+        self.windows = windows
+        retention = Retention(
+            most_tokens,
+            lambda: self.now,
+            window=max(window or 0 for window in windows),
+            most_window_tokens=most_window_tokens,
+        )
+        self.tree = RadixTree(1, windows, retention=retention)
         self.pages = 0
 
     def put(self, *token_ids: int, of: str = "", seconds: float = 0.0) -> None:
@@ -26,13 +38,14 @@ class Cache:
         ids = np.asarray(token_ids, np.int32)
         pages = np.arange(self.pages, self.pages + len(ids), dtype=np.int32)
         self.pages += len(ids)
-        self.tree.unlock(self.tree.insert(ids, [pages], f"{of}/").lock)
+        offered = [pages] * len(self.windows)
+        self.tree.unlock(self.tree.insert(ids, offered, f"{of}/").lock)
         if seconds:
             self.tree.retain(ids, seconds, f"{of}/")
         self.tree.audit()
 
-    def evict(self, pages: int) -> None:
-        self.tree.evict(0, pages)
+    def evict(self, pages: int, pool: int = 0) -> None:
+        self.tree.evict(pool, pages)
         self.tree.audit()
 
     def has(self, *token_ids: int, of: str = "") -> bool:
@@ -100,6 +113,48 @@ def test_a_tenant_retains_its_part_and_no_more() -> None:
     assert cache.has(7, 8, 9, of="b")
 
 
+def test_a_tenant_whose_time_has_ended_takes_no_part() -> None:
+    cache = Cache(6)
+    cache.put(1, 2, 3, 4, 5, 6, of="a", seconds=10 * MINUTE)
+    cache.put(7, of="b", seconds=MINUTE)
+    cache.now += 2 * MINUTE
+    assert cache.tree.retained_tokens() == 6
+
+
+def continues(cache: Cache, *token_ids: int, of: str = "") -> bool:
+    """Whether a request goes on behind all of these tokens."""
+    lock = cache.tree.match(np.asarray(token_ids, np.int32), f"{of}/")
+    cache.tree.unlock(lock)
+    return lock.num_pages == len(token_ids)
+
+
+def test_of_a_window_only_what_the_next_token_sees_is_retained() -> None:
+    """Else a long prompt would displace all others from the small pool of a window."""
+    cache = Cache(100, (None, 4), most_window_tokens=10)
+    cache.put(*range(30), of="a", seconds=MINUTE)
+    cache.put(*range(40, 48), of="b")
+    cache.evict(27, pool=1)
+    assert continues(cache, *range(40, 48), of="b")
+    assert continues(cache, *range(30), of="a")
+    cache.now += 1
+    cache.put(*range(36), of="a", seconds=MINUTE)
+    cache.evict(cache.tree.evictable(1) - 3, pool=1)
+    assert not continues(cache, *range(30), of="a"), "the conversation has gone on"
+    assert continues(cache, *range(36), of="a")
+
+
+def test_retained_windows_have_a_bound() -> None:
+    cache = Cache(100, (None, 4), most_window_tokens=7)
+    for number in range(4):
+        cache.put(*range(10 * number, 10 * number + 3), of="a", seconds=(number + 1) * MINUTE)
+    assert cache.tree.retained_tokens() == 6
+    cache.put(90, 91, 92, of="b")
+    cache.evict(6, pool=1)
+    assert continues(cache, 90, 91, 92, of="b")
+    assert continues(cache, 30, 31, 32, of="a")
+    assert not continues(cache, 0, 1, 2, of="a")
+
+
 def test_without_a_share_nothing_is_retained() -> None:
     cache = Cache(0)
     cache.put(1, 2, 3, seconds=MINUTE)
@@ -136,7 +191,8 @@ class RandomRetention(RandomUse):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.now = 0.0
-        retention = Retention(8, lambda: self.now)
+        window = max(window or 0 for window in self.windows)
+        retention = Retention(8, lambda: self.now, window=window, most_window_tokens=5)
         self.tree = RadixTree(1, self.windows, long_row=2, retention=retention)
 
     def hold(self, ids: list[int]) -> None:

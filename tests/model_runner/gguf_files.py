@@ -70,7 +70,7 @@ KINDS: dict[str, Kind] = {
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
         },
-        {"expert_feed_forward_length": 24},
+        {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 0},
     ),
     "minimax-m2": Kind(
         "minimax_m2",
@@ -85,16 +85,27 @@ KINDS: dict[str, Kind] = {
     ),
     "gemma3": Kind(
         "gemma3_text",
-        {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 11},
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 11,
+            "rope_local_base_freq": 300.0,
+        },
+        {"rope.freq_base_swa": 300.0, "attention.sliding_window_pattern": 6},
         unit_norms=True,
     ),
     "phi3": Kind(
-        "phi3", {"pad_token_id": 0, "sliding_window": 20}, {"attention.sliding_window": 20}
+        "phi3",
+        {"pad_token_id": 0, "sliding_window": 20},
+        {"attention.sliding_window": 20, "rope.scaling.original_context_length": 64},
     ),
     "stablelm": Kind("stablelm", {"partial_rotary_factor": 0.5}, {"rope.dimension_count": 8}),
     "starcoder2": Kind("starcoder2", {"use_bias": True}, {"rope.freq_base": 10000.0}),
     "nemotron": Kind(
-        "nemotron", {"partial_rotary_factor": 0.5}, {"rope.dimension_count": 8}, unit_norms=True
+        "nemotron",
+        {"partial_rotary_factor": 0.5},
+        {"rope.dimension_count": 8, "attention.layer_norm_epsilon": 1e-5},
+        unit_norms=True,
     ),
     "gpt2": Kind("gpt2", {"max_position_embeddings": 1024}),
 }

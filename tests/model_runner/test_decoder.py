@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +17,7 @@ from kvrelay.mem_cache.pool import KVPool
 from kvrelay.model_runner.attention import torch_attention
 from kvrelay.model_runner.attention.cpu_attention import CpuAttention
 from kvrelay.model_runner.batch import ForwardBatch
+from kvrelay.model_runner.layers.decoder import Decoder
 from kvrelay.model_runner.runner import ModelRunner
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
@@ -230,6 +233,16 @@ def test_half_precision_is_close(name: str, dtype: str, models: Models, tokens: 
     expected = models.logits(name, tokens[:50])
     error = (torch.cat(parts) - expected).norm() / expected.norm()
     assert error < (0.03 if dtype == "bfloat16" else 0.004)
+
+
+def test_a_multiplier_of_embeddings_is_not_rounded(models: Models, tmp_path: Path) -> None:
+    shutil.copytree(models.folder("granite"), tmp_path, dirs_exist_ok=True)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["embedding_multiplier"] = 12.3  # 12.3125 in bfloat16
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    decoder = ModelRunner(tmp_path, "bfloat16", "cpu")._decoder
+    assert isinstance(decoder, Decoder)
+    assert decoder._embed(torch.arange(50)).equal(decoder._embedding[:50] * 12.3)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -42,6 +42,9 @@ def test_a_file_is_the_model_that_it_was_written_from(name: str, tmp_path: Path)
     [
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "rope.scaling.type is yarn"),
         ({"attention.scale": 0.3}, "attention.scale is 0.3"),
+        ({"rope.scaling.attn_factor": 1.25}, "rope.scaling.attn_factor is 1.25"),
+        ({"rope.freq_base_swa": 300.0}, "rope.freq_base_swa is 300.0"),
+        ({"attention.key_length": 24}, "rope.dimension_count is 16"),
         ({"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",

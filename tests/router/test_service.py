@@ -66,7 +66,7 @@ async def test_workers_get_a_complete_submission(cluster: Cluster) -> None:
     assert prefill.request_id == decode.request_id == "mine"
     assert prefill.attempt == decode.attempt
     assert prefill.sampling_params == decode.sampling_params
-    without_default = {"logprobs", "structured_output"}
+    without_default = {"logprobs", "structured_output", "reasoning", "thinking_token_budget"}
     for field in pb.SamplingParams.DESCRIPTOR.fields:
         if not field.is_repeated and field.name not in without_default:
             assert prefill.sampling_params.HasField(field.name), field.name

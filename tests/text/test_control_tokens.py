@@ -121,6 +121,23 @@ def test_what_spells_no_control_token_is_left_alone() -> None:
         assert control.hide({"messages": [user(content)], "tools": None}, ()) is None
 
 
+def test_white_space_is_no_control_token() -> None:
+    """GPT-NeoX's vocabulary has tokens of spaces, for code, and a template's source has spaces."""
+    tokenizer = with_added(byte_level_tokenizer())
+    tokenizer.add_tokens([AddedToken("    ", special=False), AddedToken("\n\n", special=True)])
+    template = "{% for m in messages %}\n    {{ m.content }}<|end|>{% endfor %}\n\n"
+    control = ControlTokens(tokenizer, template)
+    content = "def f():\n\n    return 1"
+    assert control.hide({"messages": [user(content)]}, ()) is None
+    hidden = known(control.hide({"messages": [user(content + "<|end|>")]}, ()))
+    text = ChatTemplate(template, {}).render(**hidden.conversation)
+    plain = ChatTemplate(template, {}).render([user(content)])
+    expected = tokenizer.encode(plain, add_special_tokens=False).ids
+    ids = list(hidden.encode(text, 99, add_special_tokens=False))
+    at = expected.index(known(tokenizer.token_to_id("<|end|>")))
+    assert ids[:at] == expected[:at]
+
+
 def test_a_template_reads_parted_letters_as_text() -> None:
     """Its own words stay whole: this one cuts at a tag, and trims."""
     ids = encoded(BYTE_LEVEL, messages=[{"role": "assistant", "content": " <|end|>x</think> y "}])

@@ -50,6 +50,19 @@ def test_where_what_follows_begins(
     assert follows[-1] is (follows_at < len(tokens))
 
 
+@pytest.mark.parametrize("reasoning", [THINK, BEGUN, KIMI])
+@pytest.mark.parametrize("end", ["</think>", "</thi", "<|calls|>", "\n"])
+def test_a_known_output_is_followed_as_if_token_by_token(reasoning: Reasoning, end: str) -> None:
+    tokens = ["<think>", *["Hm "] * 600, end, "nk>", "\n", *["Yes"] * 600]
+    one_by_one, _ = follow(reasoning, tokens)
+    for first in (0, 1, 255, 601, 603):
+        at_once = ReasoningProgress(reasoning, lambda index: tokens[index].encode())
+        at_once.follow(range(first))
+        at_once.follow(range(first, len(tokens)))
+        for name in ("num_tokens", "num_thought", "follows_at", "phase", "_tail"):
+            assert getattr(at_once, name) == getattr(one_by_one, name)
+
+
 @pytest.mark.parametrize(
     ("reasoning", "tokens", "phase"),
     [
@@ -71,4 +84,5 @@ def test_an_output_that_has_not_come_so_far(
 
 def test_ends_that_have_begun() -> None:
     progress, _ = follow(Reasoning(begun=True, ends=("aab", "abc")), ["xaa"])
-    assert progress.unfinished_ends == {b"b", b"ab", b"bc"}
+    assert progress.unfinished_ends(2) == {b"b", b"ab", b"bc"}
+    assert progress.unfinished_ends(1) == {b"b"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -34,15 +35,19 @@ class LeftOut:
             path: the path.
             names: what was left out, such as ``tools.web_search_20250305``.
         """
-        for name in names:
-            shown = name[:_MOST_CHARACTERS]
-            if (path, shown) not in self._known:
-                if len(self._known) < _MOST_NAMES and shown.isprintable():
-                    self._known.add((path, shown))
-                    _log.warning("%s: %s has no meaning here, and is left out", path, shown)
-                else:
-                    shown = "other"
-            self._metrics.count(LEFT_OUT, path=path, what=shown)
+        told = Counter([self._told(path, name[:_MOST_CHARACTERS]) for name in names])
+        for name, number in told.items():
+            self._metrics.count(LEFT_OUT, number, path=path, what=name)
+
+    def _told(self, path: str, name: str) -> str:
+        """Return the name by which something is counted; log it if it is new."""
+        if (path, name) in self._known:
+            return name
+        if len(self._known) >= _MOST_NAMES or not name.isprintable():
+            return "other"
+        self._known.add((path, name))
+        _log.warning("%s: %s has no meaning here, and is left out", path, name)
+        return name
 
 
 def unknown_members(model: type[BaseModel], given: Mapping[str, Any]) -> list[str]:

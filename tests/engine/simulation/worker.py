@@ -174,7 +174,8 @@ class SimWorker:
             return model, make_kv_cache(self.config, model.pools, self.most_tokens)
         ahead, log = tokens_ahead(self.config), PrefixLog(PageHashes(NO_MODEL, self.page_size))
         shapes = [self._shape(window, ahead) for window in self.windows]
-        retention = Retention(self.pages * self.page_size // 2)
+        tokens = [shape.total_pages * self.page_size for shape in shapes]
+        retention = Retention.of_share(0.5, tokens, self.windows)
         index = RadixTree(self.page_size, self.windows, retention=retention, log=log)
         kv_cache = KVCacheManager(
             shapes,

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from kvrelay.model_runner.config.moe_backend import MoEBackend
 from kvrelay.model_runner.config.query_heads import QueryHeads
 from kvrelay.model_runner.errors import (
     CheckpointError,
-    UnknownArchitectureError,
+    NotNativeError,
     UnsupportedOptionError,
 )
 from kvrelay.model_runner.layers.elementwise import TorchElementwise
@@ -52,7 +53,8 @@ from kvrelay.model_runner.transformers_model.refusals import ModelCodeError
 from kvrelay.model_runner.transformers_model.transformers_decoder import TransformersDecoder
 from tests.model_runner.sequences import Sequences
 from tests.model_runner.tiny_models import Models
-from tests.model_runner.transformers_model.kinds import save_small, serve
+from tests.model_runner.transformers_model.kinds import SAME, compare, save_small, serve
+from tests.pairwise import few
 
 WEIGHTS = "model.safetensors"
 
@@ -71,8 +73,26 @@ def test_auto_takes_our_code_where_there_is_any(phi: Path, models: Models) -> No
         "LlamaForCausalLM",
         "PhiForCausalLM",
     )
-    with pytest.raises(UnknownArchitectureError):
+    with pytest.raises(NotNativeError):
         ModelRunner(phi, "float32", "cpu", model_code=ModelCode.NATIVE)
+
+
+@few(1)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}),
+        ("granite", {"hidden_act": "gelu"}),
+        ("olmo2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+    ],
+)
+def test_auto_takes_transformers_code_where_ours_lacks_an_option(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_small(kind, tmp_path, **changes)
+    with pytest.raises(NotNativeError):
+        ModelRunner(tmp_path, "float32", "cpu", model_code=ModelCode.NATIVE)
+    assert compare(ModelRunner(tmp_path, "float32", "cpu"), model) < SAME
 
 
 def test_other_code_is_another_model(models: Models) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -417,6 +418,7 @@ def test_a_conversation_becomes_a_chat() -> None:
         text("I "),
         text("look."),
         {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "x"}},
+        {"type": "tool_use", "id": "3", "name": "weather", "input": ["x"]},
         {"type": "server_tool_use", "id": "2", "name": "web_search", "input": {}},
     ]
     plain = {"type": "text", "media_type": "text/plain", "data": "words"}
@@ -435,7 +437,11 @@ def test_a_conversation_becomes_a_chat() -> None:
             {"role": "assistant", "content": "I"},
         ],
     )
-    function = {"name": "weather", "arguments": {"city": "x"}}
+    functions = {"1": {"city": "x"}, "3": '["x"]'}  # arguments that are no object, as they were
+    calls = [
+        {"id": one, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        for one, arguments in functions.items()
+    ]
     unread = "[an image or a file, which this model cannot read]"
     assert chat["messages"] == [
         {"role": "system", "content": ["a", "b", "c"]},
@@ -444,7 +450,7 @@ def test_a_conversation_becomes_a_chat() -> None:
             "role": "assistant",
             "content": "I look.",
             "reasoning": "Hm.",
-            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+            "tool_calls": calls,
         },
         {"role": "tool", "tool_call_id": "1", "content": ["x", unread, "t", "s", "f"]},
         {"role": "user", "content": ["and"]},
@@ -456,6 +462,16 @@ def test_a_conversation_becomes_a_chat() -> None:
     assert chat["continue_final_message"] is True
     with pytest.raises(InvalidField, match="messages: must not end with a call"):
         chat_of(messages=[said(*turn, role="assistant")])
+
+
+def test_a_turn_of_very_many_blocks_is_read_in_linear_time() -> None:
+    words = "x" * 300
+    blocks = [{"type": "text", "text": words}, {"type": "thinking", "thinking": words}] * 20_000
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": blocks}]
+    begun = time.process_time()
+    *_, turn = chat_of(messages=turns)["messages"]
+    assert time.process_time() - begun < 2
+    assert len(turn["content"]) == len(turn["reasoning"]) == 20_000 * 300
 
 
 BLOCKS_OF_ANY_KIND = st.fixed_dictionaries(

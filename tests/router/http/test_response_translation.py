@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
+from kvrelay.router.doors.http.answers import Shown
+from kvrelay.router.doors.http.errors import internal_error
+from kvrelay.router.doors.http.left_out import LeftOut
 from kvrelay.router.doors.http.responses.called_tools import CalledTool
 from kvrelay.router.doors.http.responses.custom_input import CustomInput
 from kvrelay.router.doors.http.responses.response_chat import ResponsesCall, read_responses
 from kvrelay.router.doors.http.responses.response_output import ResponseOutput
+from kvrelay.router.doors.http.responses.responses_reply import ResponsesReply
 from kvrelay.router.errors import InvalidField
+from kvrelay.router.metrics import RouterMetrics
 from kvrelay.text.output_parsers.pieces import OutputPiece
 
 PATCH: Any = {
@@ -110,6 +117,15 @@ def test_a_turn_of_the_assistant_is_one_message() -> None:
         said("assistant", "A.", reasoning_content="So."),
         said("assistant", "B."),
     ]
+
+
+def test_very_many_items_of_one_message_are_read_in_linear_time() -> None:
+    thought = {"type": "reasoning", "content": [part("x" * 300, "reasoning_text")]}
+    begun = time.process_time()
+    [lead, turn] = messages([said("system", "y" * 300)] * 20_000 + [thought] * 20_000)
+    assert time.process_time() - begun < 2
+    assert len(lead["content"]) == 20_000 * 302 - 2
+    assert len(turn["reasoning_content"]) == 20_000 * 301 - 1
 
 
 def test_a_tools_output_without_text_is_told_all_the_same() -> None:
@@ -394,6 +410,34 @@ def test_an_output_that_is_cut_or_empty() -> None:
         [item] = json.loads(written.items)
         assert item["status"] == status
         assert [one["text"] for one in item["content"]] == texts
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [
+        {"metadata": {"a": "x" * 300_000}},
+        {"instructions": "x" * 300_000},
+        {"text": {"format": {"type": "json_schema", "schema": {"title": "x" * 300_000}}}},
+    ],
+)
+def test_a_long_call_is_not_repeated_in_its_response(brought: Any) -> None:
+    names: Any = None
+    reply = ResponsesReply(read(**brought), Shown(names), "m")
+    events = reply.error_event(internal_error())
+    assert events.startswith(b"event: response.created\n")
+    assert len(events) < 10_000
+
+
+def test_what_is_left_out_is_counted_by_not_too_many_names() -> None:
+    counted = RouterMetrics("m")
+    left_out = LeftOut(counted)
+    left_out.note("/x", [f"tools.{number}" for number in range(1000)])
+    left_out.note("/x", ["tools.0", "tools.0", "tools.999"])
+    lines = generate_latest(counted.registry).decode().splitlines()
+    told = [one.rpartition(" ") for one in lines if one.startswith("kvrelay_http_left_out_total{")]
+    numbers = {line.partition('what="')[2][:-2]: float(value) for line, _, value in told}
+    assert len(numbers) == 257
+    assert (numbers["tools.0"], numbers["other"], sum(numbers.values())) == (3, 745, 1003)
 
 
 def test_reasoning_that_is_not_wanted() -> None:

@@ -92,7 +92,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: UInt32
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     temperature: Float32 | None = None
     top_p: Float32 | None = None
     top_k: Int32 | None = None

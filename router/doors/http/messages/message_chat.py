@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -57,8 +58,9 @@ def chat_members(body: CountTokensRequest, left_out: list[str]) -> dict[str, Any
         messages.add_system("system", body.system)
     for number, one in enumerate(body.messages):
         messages.add(f"messages[{number}].content", one.role, one.content)
-    members["messages"] = messages.chat
-    last = messages.chat[-1] if messages.chat else {}
+    chat = messages.chat()
+    members["messages"] = chat
+    last = chat[-1] if chat else {}
     if last.get("tool_calls"):
         raise InvalidField("messages", "must not end with a call of a tool: its result is missing")
     if last.get("role") == "assistant":
@@ -146,9 +148,13 @@ class _Conversation:
     """
 
     def __init__(self, left_out: list[str]) -> None:
-        self.chat: list[dict[str, Any]] = []
-        """The messages so far."""
+        self._messages: list[dict[str, Any]] = []
+        """The messages so far, whose contents are lists of texts, as reasoning is."""
         self._left_out = left_out
+
+    def chat(self) -> list[dict[str, Any]]:
+        """Return the messages; all that the model has said in one turn is one text."""
+        return [_one_text(one) if one["role"] == "assistant" else one for one in self._messages]
 
     def add_system(self, place: str, content: Blocks) -> None:
         """Add a system's message; several in a row become one, as templates may take one alone."""
@@ -174,17 +180,20 @@ class _Conversation:
         said = []
         for where, block in _blocks(place, content):
             if block.get("type") == "tool_result":
-                self.chat.append(self._result(where, block))
+                self._messages.append(self._result(where, block))
             else:
                 said += self._texts_of(where, block)
         if said:
             self._add_texts("user", said)
 
     def _add_texts(self, role: str, texts: list[str]) -> None:
-        if self.chat and self.chat[-1]["role"] == role:
-            self.chat[-1]["content"] += texts
-        else:
-            self.chat.append({"role": role, "content": texts})
+        self._turn(role)["content"] += texts
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        """Return the turn of a role that goes on, or a new one."""
+        if not self._messages or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
+        return self._messages[-1]
 
     def _result(self, place: str, block: Object) -> dict[str, Any]:
         """Return a tool's result as a message."""
@@ -200,18 +209,15 @@ class _Conversation:
 
     def _add_assistant(self, place: str, content: Blocks) -> None:
         """Add what the model has said: reasoning, text, and calls."""
-        if not self.chat or self.chat[-1]["role"] != "assistant":
-            self.chat.append({"role": "assistant", "content": ""})
-        message = self.chat[-1]
+        message = self._turn("assistant")
         for where, block in _blocks(place, content):
             kind = block.get("type")
             if kind == "thinking":
-                said = _text(block, "thinking", where)
-                message["reasoning"] = message.get("reasoning", "") + said
+                message.setdefault("reasoning", []).append(_text(block, "thinking", where))
             elif kind == "tool_use":
                 message.setdefault("tool_calls", []).append(_call(where, block))
             else:
-                message["content"] += "".join(self._texts_of(where, block))
+                message["content"] += self._texts_of(where, block)
 
     def _texts(self, place: str, content: Blocks) -> list[str]:
         found = [self._texts_of(where, block) for where, block in _blocks(place, content)]
@@ -239,6 +245,12 @@ class _Conversation:
         return False
 
 
+def _one_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose texts are joined: once, for there may be very many."""
+    texts = {name: "".join(message[name]) for name in ("content", "reasoning") if name in message}
+    return {**message, **texts}
+
+
 def _blocks(place: str, content: Any) -> Iterator[tuple[str, Object]]:
     """Yield the blocks of a content, each with its place."""
     if isinstance(content, str):
@@ -254,7 +266,10 @@ def _blocks(place: str, content: Any) -> Iterator[tuple[str, Object]]:
 
 
 def _call(place: str, block: Object) -> Object:
-    function = {"name": _text(block, "name", place), "arguments": block.get("input") or {}}
+    given = block.get("input") or {}
+    if not isinstance(given, str | dict):  # a model may have written a list: it can be sent back
+        given = json.dumps(given)
+    function = {"name": _text(block, "name", place), "arguments": given}
     return {"id": _text(block, "id", place), "type": "function", "function": function}
 
 

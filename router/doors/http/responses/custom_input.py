@@ -11,10 +11,10 @@ from kvrelay.router.doors.http.responses.called_tools import INPUT
 _BEGINNING: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _MOST_BEGINNING: Final = 64
 _SURE: Final = re.compile(
-    r'(?:[^"\\\ud800-\udfff]'
+    r'(?:[^"\\\ud800-\udfff]++'
     r'|\\["\\/bfnrt]'
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+"
 )
 """Characters of a JSON string that more text cannot change: half an escape is not among them."""
 

@@ -41,7 +41,8 @@ class ChatMessages:
     """
 
     def __init__(self, instructions: str | None) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        """The messages so far, whose contents are lists of texts, as reasoning is."""
         self.left_out: list[str] = []
         """The types of items that no chat has, in the order of `input`."""
         self._turn: dict[str, Any] | None = None
@@ -72,6 +73,11 @@ class ChatMessages:
                 raise InvalidField(place, "must be an object")
             self._read_item(item, place)
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages so far."""
+        return [_with_whole_texts(one) for one in self._messages]
+
     def _read_item(self, item: Mapping[str, Any], place: str) -> None:
         kind = item.get("type")
         if kind is None:
@@ -95,7 +101,7 @@ class ChatMessages:
         text = _text_of_parts(content, f"{place}.content")
         if role == "assistant":
             turn = self._open_turn(begins=self._said("content") and not self._said("tool_calls"))
-            turn["content"] = "\n".join(filter(None, (turn["content"], text)))
+            turn["content"] += [text] if text else []
         else:
             self._say(role, text)
 
@@ -104,9 +110,7 @@ class ChatMessages:
         for name in ("content", "summary"):
             text = _text_of_parts(item.get(name), f"{place}.{name}")
             if text:
-                turn = self._open_turn()
-                thought = turn.get("reasoning_content")
-                turn["reasoning_content"] = "\n".join(filter(None, (thought, text)))
+                self._open_turn().setdefault("reasoning_content", []).append(text)
                 return
 
     def _read_function_call(self, item: Mapping[str, Any], place: str) -> None:
@@ -142,33 +146,39 @@ class ChatMessages:
         output = item.get("output")
         if output is None:
             output = item.get("status") or ""
-        message = {"role": "tool", "tool_call_id": call_id, "content": _text_of_output(output)}
+        message = {"role": "tool", "tool_call_id": call_id, "content": [_text_of_output(output)]}
         name = self._names.get(call_id)
         self._turn = None
         self._leads = False
-        self.messages.append(message if name is None else {**message, "name": name})
+        self._messages.append(message if name is None else {**message, "name": name})
 
     def _say(self, role: str, text: str) -> None:
         """Add a message; all that the system says before others speak is one."""
         self._turn = None
         is_leading = self._leads and role in _LEADING
-        if is_leading and self.messages:
-            first = self.messages[0]
-            first["content"] = f"{first['content']}\n\n{text}"
+        if is_leading and self._messages:
+            self._messages[0]["content"].append(text)
         else:
-            self.messages.append({"role": "system" if is_leading else role, "content": text})
+            self._messages.append({"role": "system" if is_leading else role, "content": [text]})
         self._leads = is_leading
 
     def _open_turn(self, *, begins: bool = False) -> dict[str, Any]:
         """Return the assistant's turn that goes on, or a new one."""
         if self._turn is None or begins:
-            self._turn = {"role": "assistant", "content": ""}
-            self.messages.append(self._turn)
+            self._turn = {"role": "assistant", "content": []}
+            self._messages.append(self._turn)
             self._leads = False
         return self._turn
 
     def _said(self, member: str) -> bool:
         return self._turn is not None and bool(self._turn.get(member))
+
+
+def _with_whole_texts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose texts are joined: once, for there may be very many."""
+    between = "\n\n" if message["role"] == "system" else "\n"
+    names = [name for name in ("content", "reasoning_content") if name in message]
+    return {**message, **{name: between.join(message[name]) for name in names}}
 
 
 def _string(item: Mapping[str, Any], name: str, place: str, default: str | None = None) -> str:

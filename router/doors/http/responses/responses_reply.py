@@ -27,7 +27,15 @@ _CODES: Final = {429: "rate_limit_exceeded"}
 """The codes of errors in mid-stream that OpenAI has, by status; all others are the server's."""
 
 _MOST_ECHOED: Final = 256 << 10
-"""The longest beginning that has the call's instructions and tools: a stream has it three times."""
+"""The longest beginning that repeats what the call has brought: a stream has it three times."""
+_UNTOLD: Final[dict[str, Any]] = {
+    "instructions": None,
+    "metadata": {},
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
+"""The members in place of those that make a beginning longer."""
 
 
 class _Head:
@@ -43,7 +51,7 @@ class _Head:
         members = _echoed(asked, response_id, model)
         written = json.dumps(members)
         if len(written) > _MOST_ECHOED:
-            written = json.dumps({**members, "instructions": None, "tools": []})
+            written = json.dumps({**members, **_UNTOLD})
         self._members = written[1:-1]
 
     def written(
