@@ -111,7 +111,7 @@ def test_outputs_are_those_of_a_plain_run(
     monkeypatch.setattr(Simulation, "late", late)
     outputs, served = outputs_of(model, mode, rules(model))
     assert outputs == expected
-    if mode.retract_every:
+    if mode.retract_every and not mode.aggregated:  # that one goes on where it is
         assert sum(one.retractions for one in served) > 0
 
 
