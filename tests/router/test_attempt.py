@@ -224,13 +224,17 @@ def test_a_failed_forward_puts_its_own_worker_alone_under_suspicion(
 @pytest.mark.parametrize("side", SIDES)
 def test_a_grammar_that_fails_is_the_clients_error(side: WorkerRole) -> None:
     end = RequestEnd(EndReason.FAILED, error="too wide", cause=FailureReason.GRAMMAR_FAILED)
-    verdict = Tried().attempt.on_end(side, 0, end)
-    assert isinstance(verdict, RequestFailed)
-    assert isinstance(verdict.error, InvalidField)
-    assert str(verdict.error) == "structured_output: too wide"
-    verdict = Tried(allowed_token_ids=[7]).attempt.on_end(side, 0, end)
-    assert isinstance(verdict, RequestFailed)
-    assert str(verdict.error) == "allowed_token_ids: too wide"
+    reasoning = {"reasoning": pb.Reasoning(ends=["</think>"]), "thinking_token_budget": 1}
+    asked: dict[str, dict[str, Any]] = {
+        "structured_output": {"structured_output": pb.StructuredOutput(choice=["a"])},
+        "allowed_token_ids": {"allowed_token_ids": [7]},
+        "thinking_token_budget": reasoning,
+    }
+    for field, params in asked.items():
+        verdict = Tried(**params).attempt.on_end(side, 0, end)
+        assert isinstance(verdict, RequestFailed)
+        assert isinstance(verdict.error, InvalidField)
+        assert str(verdict.error) == f"{field}: too wide"
 
 
 def test_the_worker_that_failed_says_why_however_late() -> None:
