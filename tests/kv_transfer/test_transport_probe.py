@@ -31,8 +31,11 @@ async def test_a_probe_that_failed_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(NixlTransfer, "start", lambda transfer: "ERR")
         assert "ended as ERR" in (await prober.measure(name)).refusal
-    agent.add_peer(peer.description)
-    assert not (await prober.measure(name)).refusal
+    for _ in range(3):  # on a busy machine UCX may lose the connection that it makes
+        agent.add_peer(peer.description)
+        if not (last := await prober.measure(name)).refusal:
+            break
+    assert not last.refusal
     peer.stop()
 
 
