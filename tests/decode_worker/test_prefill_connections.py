@@ -145,10 +145,14 @@ def stream_to(peer: WorkerAddress, number: int = 0) -> HandOverStream:
 
 
 async def test_a_pair_is_measured_when_it_meets(prefill: Prefill, agent: TransferAgent) -> None:
-    inbox = ReadInbox()
-    client = make_client(agent, inbox)
-    client.deliver(OpenStream(stream_to(prefill.peer)))
-    met = await inbox.next(PeerProbed)
+    for _ in range(3):  # on a busy machine UCX may lose the connection that it makes
+        inbox = ReadInbox()
+        client = make_client(agent, inbox)
+        client.deliver(OpenStream(stream_to(prefill.peer)))
+        met = await inbox.next(PeerProbed)
+        if not met.transport.refusal:
+            break
+        await client.close()
     assert met.transport.incarnation == prefill.peer.incarnation
     assert met.transport.read_bytes_per_second > 0
     await prefill.inbox.next(StreamOpened)
